@@ -1,0 +1,484 @@
+"""Every message that travels between services: what a header may say. Start reading here.
+
+A message is one header (a model below, as JSON) and one raw frame for each array it names; `shared/codec.py`
+turns the two into frames and back. Names are nouns. Requests carry an id and a deadline in seconds from
+arrival; replies repeat the id. Every message names its run, and a service refuses those of another run.
+The life of one step goes: Segment, StreamMarks, SampleRequest, Batch, PriorityUpdate, Publish, Weights.
+
+Next: services/actor/rollout.py
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from shared.specs import AGENT_ID_PATTERN, AgentSpec, DType
+
+PROTOCOL = 1
+
+AgentId = Annotated[str, Field(pattern=AGENT_ID_PATTERN)]
+Incarnation = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # unique for each start of a process
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Duration = Annotated[float, Field(ge=0.0, le=86_400.0)]
+Text = Annotated[str, Field(max_length=2_000)]
+ServiceName = Literal["replay", "param_server", "learner", "actor", "launcher", "client"]
+RunState = Literal["running", "paused", "draining", "finished"]
+
+
+class Part(BaseModel):
+    """The rules that every part of a header keeps: no unknown fields, no change after creation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class ArrayHeader(Part):
+    """What the raw frame at the same place holds."""
+
+    name: Annotated[str, Field(max_length=128)]
+    dtype: DType
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**40)], ...], Field(max_length=8)]
+
+
+class Token(Part):
+    """The right to act for an agent: numbers rise with each grant, and lower ones are refused everywhere."""
+
+    agent: AgentId
+    number: Annotated[int, Field(ge=1, lt=2**63)]
+
+
+class Message(Part):
+    """What every header has."""
+
+    protocol: Literal[1] = PROTOCOL
+    run: Annotated[str, Field(max_length=64)] = ""
+    arrays: Annotated[tuple[ArrayHeader, ...], Field(max_length=512)] = ()
+
+
+class Request(Message):
+    """A question with an id of the asker's choosing; past its deadline it is answered with the reason."""
+
+    request: Count = 0
+    deadline_s: Duration = 10.0
+
+
+class Reply(Message):
+    """An answer to the request with this id (0: nobody asked, the sender volunteers it)."""
+
+    request: Count = 0
+
+
+class ErrorReply(Reply):
+    """A refusal: `code` for programs, `reason` for people."""
+
+    kind: Literal["error_reply"] = "error_reply"
+    code: Annotated[str, Field(max_length=64)]
+    reason: Text
+
+
+class Done(Reply):
+    """The request was carried out and there is nothing more to say."""
+
+    kind: Literal["done"] = "done"
+
+
+# --- experience: actor -> replay --------------------------------------------------------------------------
+
+
+class Segment(Message):
+    """Consecutive steps of one agent in one environment slot, with the context rows around them.
+
+    Of `rows` observations the first `before` are context for stacks, the next `owned` belong to the steps
+    that can be drawn and are counted, the rest serve n-step returns. Step columns have rows - 1 rows: the
+    last observation has no step. All rows are of one episode.
+    """
+
+    kind: Literal["segment"] = "segment"
+    incarnation: Incarnation
+    agent: AgentId
+    sequence: Annotated[int, Field(ge=1, lt=2**63)]
+    produced_steps: Count  # by this stream so far, counted by the actor as it plays
+    actor_index: Count
+    slot: Count
+    epoch: Count
+    before: Annotated[int, Field(ge=0, lt=2**16)]
+    owned: Annotated[int, Field(ge=1, lt=2**16)]
+    rows: Annotated[int, Field(ge=2, lt=2**16)]
+    checksum: Annotated[int, Field(ge=0, lt=2**32)]  # crc32 over the arrays in column order
+
+
+class StreamReport(Request):
+    """An actor's own count of what it produced, and a question: how far have you stored my streams?"""
+
+    kind: Literal["stream_report"] = "stream_report"
+    incarnation: Incarnation
+    produced_steps: dict[AgentId, Count]
+    final: bool = False  # the actor ended on purpose: what is not stored now is lost
+
+
+class Mark(Part):
+    """How far a stream is: `stored` is committed, `acknowledged` trails it while the limiter holds back."""
+
+    stored: Count
+    acknowledged: Count
+    gap: bool = False  # something later than stored + 1 arrived: go back and send again
+
+
+class StreamMarks(Reply):
+    """Acknowledgement of one actor's streams: cumulative, sent after the commit."""
+
+    kind: Literal["stream_marks"] = "stream_marks"
+    incarnation: Incarnation
+    marks: dict[AgentId, Mark]
+    waiting_for: Text = ""  # why acknowledgements are held back, for people
+
+
+# --- batches: learner <-> replay --------------------------------------------------------------------------
+
+
+class SampleRequest(Request):
+    """Draw number `draw` of this agent, held by replay until it can be served."""
+
+    kind: Literal["sample_request"] = "sample_request"
+    token: Token
+    draw: Count
+    batch_size: Annotated[int, Field(ge=1, le=65_536)]
+    beta: Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Batch(Reply):
+    """The rows of one draw; which arrays it has is said in docs/protocol.md."""
+
+    kind: Literal["batch"] = "batch"
+    token: Token
+    draw: Count
+
+
+class PriorityUpdate(Message):
+    """New priorities for drawn rows: arrays index, generation, priority. Not answered."""
+
+    kind: Literal["priority_update"] = "priority_update"
+    token: Token
+
+
+class ReplayStatsRequest(Request):
+    """How full, how fast, who is blocked."""
+
+    kind: Literal["replay_stats_request"] = "replay_stats_request"
+
+
+class LimiterStats(Part):
+    """Who waits at the limiter of one agent, and for what."""
+
+    blocked: Literal["", "samples", "inserts"]
+    reason: Text
+    since_s: float
+
+
+class BufferStats(Part):
+    """One agent's buffer."""
+
+    drawable_steps: Count
+    capacity_steps: Count
+    inserted_steps: Count
+    sampled_steps: Count
+    held_requests: Count
+    stale_priorities: Count
+    max_priority: float
+    limiter: LimiterStats
+
+
+class ReplayStats(Reply):
+    """All buffers of one replay service, and what it had to refuse, by reason."""
+
+    kind: Literal["replay_stats"] = "replay_stats"
+    buffers: dict[AgentId, BufferStats]
+    counters: dict[str, int]
+
+
+class LedgerRequest(Request):
+    """Count every step. `closing` says that no actor lives any more: what is missing is abandoned."""
+
+    kind: Literal["ledger_request"] = "ledger_request"
+    closing: bool = False
+
+
+class Ledger(Reply):
+    """Steps by what became of them. `produced` is the actors' count, `stored` replay's own."""
+
+    kind: Literal["ledger"] = "ledger"
+    produced: Count
+    stored: Count
+    in_flight: Count
+    abandoned: Count
+    duplicates_dropped: Count
+    stored_twice: Count
+    lost: int
+
+
+# --- weights, leases, run state: everyone <-> parameter server ---------------------------------------------
+
+
+class Hello(Request):
+    """The first message of a service: which run is this?"""
+
+    kind: Literal["hello"] = "hello"
+    service: ServiceName
+    instance: Text
+    incarnation: Incarnation
+
+
+class Welcome(Reply):
+    """The run that the parameter server keeps."""
+
+    kind: Literal["welcome"] = "welcome"
+    run_id: Text
+    state: RunState
+    lease_s: Duration
+
+
+class SpecRegistration(Request):
+    """What an actor found when it built the world."""
+
+    kind: Literal["spec_registration"] = "spec_registration"
+    specs: dict[AgentId, AgentSpec]
+
+
+class SpecRequest(Request):
+    """Held until an actor has registered the specs, or the deadline passes."""
+
+    kind: Literal["spec_request"] = "spec_request"
+
+
+class Specs(Reply):
+    """Every agent's spec."""
+
+    kind: Literal["specs"] = "specs"
+    specs: dict[AgentId, AgentSpec]
+
+
+class LeaseRequest(Request):
+    """Asks for an agent to learn for, or for an index to act with. Repeating it changes nothing."""
+
+    kind: Literal["lease_request"] = "lease_request"
+    role: Literal["learner", "actor"]
+    instance: Text
+    incarnation: Incarnation
+    agent: AgentId | None = None  # a learner may ask for one in particular
+
+
+class LeaseGrant(Reply):
+    """A learner's token, or an actor's index; it lasts `lease_s` past each heartbeat."""
+
+    kind: Literal["lease_grant"] = "lease_grant"
+    token: Token | None = None
+    index: Count | None = None
+    lease_s: Duration
+
+
+class EpochSummary(Part):
+    """What an actor played since its last confirmed report; `number` rises by one with each."""
+
+    number: Annotated[int, Field(ge=1)]
+    epochs: Count
+    env_steps: Count
+    agent_steps: Count
+    return_sums: dict[AgentId, float]
+
+
+class Heartbeat(Request):
+    """I live. Renews the sender's lease and carries its figures."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
+    service: ServiceName
+    instance: Text
+    incarnation: Incarnation
+    pid: Count
+    host: Text
+    up_s: Annotated[float, Field(ge=0)]
+    token: Token | None = None
+    index: Count | None = None
+    ready: bool = True
+    done: bool = False  # drained: nothing more will come from this process
+    waiting_for: Text = ""
+    metrics: dict[str, float] = {}
+    epochs: EpochSummary | None = None
+
+
+class HeartbeatReply(Reply):
+    """The run as the parameter server sees it, and how far the sender's epoch summaries were taken."""
+
+    kind: Literal["heartbeat_reply"] = "heartbeat_reply"
+    state: RunState
+    lease_held: bool
+    epoch_summary: Count
+    epochs: Count
+    agent_steps: Count
+
+
+class Publish(Request):
+    """An agent's whole state dict. `publish_id` makes a repeat harmless."""
+
+    kind: Literal["publish"] = "publish"
+    token: Token
+    publish_id: Text
+    updates: Count
+
+
+class Published(Reply):
+    """The version that these weights became."""
+
+    kind: Literal["published"] = "published"
+    version: Count
+
+
+class SnapshotRequest(Request):
+    """The newest (or the given) version of an agent's weights, in full."""
+
+    kind: Literal["snapshot_request"] = "snapshot_request"
+    agent: AgentId
+    version: Count | None = None
+
+
+class Weights(Reply):
+    """A version of weights: in full, or what differs from the last full version `base`."""
+
+    kind: Literal["weights"] = "weights"
+    agent: AgentId
+    version: Count
+    updates: Count
+    base: Count | None = None
+    checksum: Annotated[int, Field(ge=0, lt=2**32)]  # of the resulting state
+
+
+class CheckpointChunk(Request):
+    """A piece of a learner's checkpoint on its way to the parameter server: one uint8 array."""
+
+    kind: Literal["checkpoint_chunk"] = "checkpoint_chunk"
+    token: Token
+    checkpoint_id: Text
+    offset: Count
+    total_bytes: Count
+    checksum: Annotated[int, Field(ge=0, lt=2**32)]  # crc32 of the whole
+
+
+class CheckpointRequest(Request):
+    """A piece of the newest whole checkpoint of the token's agent."""
+
+    kind: Literal["checkpoint_request"] = "checkpoint_request"
+    token: Token
+    offset: Count = 0
+
+
+class CheckpointPiece(Reply):
+    """That piece, as one uint8 array; total_bytes 0 means that there is none."""
+
+    kind: Literal["checkpoint_piece"] = "checkpoint_piece"
+    checkpoint_id: Text
+    offset: Count
+    total_bytes: Count
+    checksum: Count
+
+
+class Release(Request):
+    """Gives leases back: by the holder itself, or by the launcher that saw the process die."""
+
+    kind: Literal["release"] = "release"
+    instance: Text
+    incarnation: Incarnation | None = None
+
+
+class ControlRequest(Request):
+    """What a person asks of the run (target "") or, through the parameter server, of one instance."""
+
+    kind: Literal["control_request"] = "control_request"
+    action: Literal["status", "pause", "resume", "drain", "stop", "set"]
+    target: Text = ""
+    values: dict[str, float] = {}
+
+
+class ControlReply(Reply):
+    """What the service says of itself."""
+
+    kind: Literal["control_reply"] = "control_reply"
+    service: ServiceName
+    instance: Text
+    state: RunState
+    ready: bool
+    waiting_for: Text = ""
+    metrics: dict[str, float] = {}
+
+
+class StatusRequest(Request):
+    """The whole run at a glance."""
+
+    kind: Literal["status_request"] = "status_request"
+
+
+class ServiceStatus(Part):
+    """One service as its heartbeats show it."""
+
+    service: ServiceName
+    instance: Text
+    incarnation: Incarnation
+    pid: Count
+    host: Text
+    up_s: float
+    seen_s: float  # seconds since its last heartbeat
+    ready: bool
+    done: bool
+    holds: Text  # its agent, or its actor index
+    waiting_for: Text
+    metrics: dict[str, float]
+
+
+class AgentStatus(Part):
+    """One agent as the parameter server sees it."""
+
+    version: Count
+    updates: Count
+    token: Count  # 0: nobody learns for it
+    learner: Text
+    recent_return: float | None  # mean over the newest reports
+
+
+class RunStatus(Reply):
+    """The whole run: the answer to StatusRequest, and broadcast every second."""
+
+    kind: Literal["run_status"] = "run_status"
+    state: RunState
+    run_id: Text
+    elapsed_s: float
+    epochs: Count
+    env_steps: Count
+    agent_steps: Count
+    services: tuple[ServiceStatus, ...]
+    agents: dict[AgentId, AgentStatus]
+    counters: dict[str, int]
+
+
+class RunNotice(Message):
+    """Broadcast on every change and every second: the state, the counters, who learns for whom."""
+
+    kind: Literal["run_notice"] = "run_notice"
+    state: RunState
+    epochs: Count
+    agent_steps: Count
+    tokens: dict[AgentId, Count]  # the live token of each agent; 0: nobody
+
+
+AnyMessage = Annotated[
+    ErrorReply | Done
+    | Segment | StreamReport | StreamMarks
+    | SampleRequest | Batch | PriorityUpdate
+    | ReplayStatsRequest | ReplayStats | LedgerRequest | Ledger
+    | Hello | Welcome | SpecRegistration | SpecRequest | Specs
+    | LeaseRequest | LeaseGrant | Heartbeat | HeartbeatReply | Release
+    | Publish | Published | SnapshotRequest | Weights
+    | CheckpointChunk | CheckpointRequest | CheckpointPiece
+    | ControlRequest | ControlReply | StatusRequest | RunStatus | RunNotice,
+    Field(discriminator="kind"),
+]  # fmt: skip
+
+ANY_MESSAGE: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
