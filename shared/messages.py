@@ -458,6 +458,14 @@ class RunStatus(Reply):
     counters: dict[str, int]
 
 
+class LearnerLease(Part):
+    """The newest lease of an agent; not `live`: nobody learns for it now."""
+
+    number: Count
+    incarnation: str
+    live: bool
+
+
 class RunNotice(Message):
     """Broadcast on every change and every second: the state, the counters, who learns for whom."""
 
@@ -465,7 +473,8 @@ class RunNotice(Message):
     state: RunState
     epochs: Count
     agent_steps: Count
-    tokens: dict[AgentId, Count]  # the live token of each agent; 0: nobody
+    learners: dict[AgentId, LearnerLease]
+    versions: dict[AgentId, Count]  # the newest version of each agent: a subscriber that has less missed it
 
 
 AnyMessage = Annotated[

@@ -1,0 +1,328 @@
+"""An actor: plays the world with the newest weights and sends what happens to replay.
+
+It joins and leaves at any time: its lease gives it an index (its place on the epsilon ladder, its seed), the
+first actor registers the agents' specs. Weights arrive between turns. When replay does not acknowledge, the
+window fills and it waits, saying for whom. A journal, if wanted, records each segment before it is sent.
+
+Next: services/replay/service.py
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from services.actor.outbox import Outbox
+from services.actor.rollout import Played, Rollout
+from services.actor.segments import Cut
+from shared.codec import Arrays, Received, checksum
+from shared.config import Config
+from shared.errors import Refused, RookeryError, SpecMismatch
+from shared.links.broadcast import BroadcastListener
+from shared.links.requests import RequestSender
+from shared.links.segments import SegmentSender
+from shared.logs import get_logger
+from shared.messages import (
+    EpochSummary,
+    HeartbeatReply,
+    LeaseGrant,
+    LeaseRequest,
+    RunNotice,
+    Segment,
+    SnapshotRequest,
+    SpecRegistration,
+    StreamMarks,
+    StreamReport,
+    Weights,
+)
+from shared.placement import replay_of
+from shared.service import Service
+from shared.weights_state import Applied, NeedsSnapshot, WeightsState
+from worlds.registry import build_world
+
+log = get_logger()
+
+REPORT_S = 0.5
+LAST_WORDS_S = 3.0
+
+
+class ActorService(Service):
+    """Plays until the run ends or it is told to go."""
+
+    name = "actor"
+
+    def __init__(self, config: Config, run_dir: Path, instance: str) -> None:
+        super().__init__(config, run_dir, instance)
+        torch.set_num_threads(1)
+        self.weights: dict[str, WeightsState] = {}
+        self.asked_for: set[str] = set()  # agents whose snapshot is on its way
+        self.summary: EpochSummary | None = None  # sent and not yet confirmed
+        self.summaries = 0
+        self.own_steps = 0  # of one agent, since the last word of the parameter server
+        self.turns = 0
+        self.waited_s = 0.0
+        self._waiting_since: float | None = None
+        self._rate_base = (time.monotonic(), 0)
+        self.journal = _open_journal(run_dir, self.incarnation) if config.actor.journal else None
+
+    # --- start ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.join()
+        grant = self.get_lease("actor")
+        assert grant.index is not None
+        world = build_world(self.config.world, self.config.actor.envs, self._world_seed(grant.index))
+        self.agents = list(world.specs)
+        self.call_patiently(self.params, SpecRegistration(specs=dict(world.specs)), "the parameter server")
+        self.rollout = Rollout(self.config, world, actor_index=grant.index, first_epoch=self.epochs)
+        self.outbox = Outbox(self.agents, self.config.actor.window_segments)
+        self._connect_replays()
+        self._subscribe()
+        self.loop.every(REPORT_S, self._report, first_s=0.0)
+        log.info("playing", index=grant.index, agents=self.agents, envs=world.envs)
+
+    def _world_seed(self, index: int) -> int:
+        # The epoch at which it joins is part of it: a resumed run does not play its first epochs again.
+        return hash_seed(self.config.seed, index, self.epochs)
+
+    def _connect_replays(self) -> None:
+        limits = self.config.limits.max_message_bytes
+        self.replays: list[RequestSender] = []
+        self.senders: list[SegmentSender] = []
+        for endpoints in self.config.endpoints.replay:
+            replay = self.open_requests(endpoints.requests)
+            replay.run = self.params.run
+            replay.volunteered["stream_marks"] = self._on_marks
+            self.replays.append(replay)
+            self.senders.append(
+                SegmentSender(
+                    self.context,
+                    self.loop,
+                    endpoints.segments,
+                    run=self.params.run,
+                    queue=max(64, self.config.actor.window_segments),
+                    max_message_bytes=limits,
+                )
+            )
+        self.home = {agent: replay_of(self.config, self.agents, agent) for agent in self.agents}
+
+    def _subscribe(self) -> None:
+        self.weights = {agent: WeightsState(agent) for agent in self.agents}
+        self.broadcasts = BroadcastListener(
+            self.context,
+            self.loop,
+            self.config.endpoints.broadcast,
+            run=self.params.run,
+            max_message_bytes=self.config.limits.max_message_bytes,
+            on_weights=self._on_weights,
+            agents=self.agents,
+        )
+
+    # --- the loop ---------------------------------------------------------------------------------------
+
+    def work(self) -> bool:
+        self._pump()
+        full = self.outbox.full
+        if not self.active or full:
+            self._wait(f"replay, to acknowledge {', '.join(full)}" if full else f"the run is {self.state}")
+            return False
+        self._go_on()
+        steps = (self.agent_steps / len(self.agents)) + self.own_steps
+        for agent, cut in self.rollout.turn(steps):
+            self._take(agent, cut)
+        self.turns += 1
+        self.own_steps += self.rollout.world.envs
+        return True
+
+    def _wait(self, reason: str) -> None:
+        self.waiting_for = reason if not self.waiting_for.startswith("replay (") else self.waiting_for
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+
+    def _go_on(self) -> None:
+        self.waiting_for = ""
+        if self._waiting_since is not None:
+            self.waited_s += time.monotonic() - self._waiting_since
+            self._waiting_since = None
+
+    def _take(self, agent: str, cut: Cut) -> None:
+        """Gives a finished segment its place in its stream."""
+        assert self.index is not None
+        segment = Segment(
+            incarnation=self.incarnation,
+            agent=agent,
+            sequence=self.outbox.next_sequence(agent),
+            produced_steps=self.rollout.produced_steps[agent],
+            actor_index=self.index,
+            slot=cut.slot,
+            epoch=cut.epoch,
+            before=cut.before,
+            owned=cut.owned,
+            rows=cut.rows,
+            checksum=checksum(cut.arrays.values()),
+        )
+        if self.journal is not None:
+            _write_journal(self.journal, segment)
+        self.outbox.add(segment, cut.arrays)
+
+    def _pump(self) -> None:
+        for agent in self.agents:
+            self.outbox.pump(agent, self.senders[self.home[agent]].send)
+
+    # --- acknowledgements -------------------------------------------------------------------------------
+
+    def _report(self, final: bool = False) -> None:
+        for place, replay in enumerate(self.replays):
+            produced = {
+                agent: steps for agent, steps in self.rollout.produced_steps.items() if self.home[agent] == place
+            }
+            report = StreamReport(incarnation=self.incarnation, produced_steps=produced, final=final)
+            replay.ask(
+                report, on_reply=self._on_report_reply, on_failure=self._on_no_report, timeout_s=2.0, retry_s=2.0
+            )
+
+    def _on_report_reply(self, received: Received) -> None:
+        self._on_marks(received, reported=True)
+
+    def _on_marks(self, received: Received, reported: bool = False) -> None:
+        message = received.message
+        assert isinstance(message, StreamMarks)
+        if message.incarnation != self.incarnation:
+            return
+        if message.waiting_for and self._waiting_since is not None:
+            self.waiting_for = f"replay ({message.waiting_for})"
+        now = time.monotonic()
+        for agent, mark in message.marks.items():
+            self.outbox.on_mark(agent, mark, now, reported)
+
+    def _on_no_report(self, error: RookeryError) -> None:
+        if isinstance(error, Refused):
+            log.error("replay refused the report", reason=str(error))
+        else:
+            log.warning("replay is silent; playing on while the window lasts", reason=str(error))
+
+    # --- weights ----------------------------------------------------------------------------------------
+
+    def _on_weights(self, message: Weights, arrays: Arrays) -> None:
+        outcome = self.weights[message.agent].apply(message, arrays)
+        if isinstance(outcome, Applied):
+            self._load(message.agent, outcome.version, outcome.tensors)
+        elif isinstance(outcome, NeedsSnapshot):
+            log.info("asking for a snapshot", agent=message.agent, reason=outcome.reason)
+            self._ask_for_snapshot(message.agent, outcome.version)
+
+    def _load(self, agent: str, version: int, state: Arrays) -> None:
+        try:
+            self.rollout.load(agent, version, state)
+        except SpecMismatch as error:
+            log.error("weights do not fit the network; is the learner's config the same?", reason=str(error))
+
+    def on_run_notice(self, notice: RunNotice) -> None:
+        self.own_steps = 0
+        for agent, version in notice.versions.items():
+            if agent in self.weights and version > self.weights[agent].version:
+                self._ask_for_snapshot(agent)
+
+    def _ask_for_snapshot(self, agent: str, version: int | None = None) -> None:
+        if agent in self.asked_for:
+            return
+        self.asked_for.add(agent)
+
+        def on_snapshot(received: Received) -> None:
+            self.asked_for.discard(agent)
+            assert isinstance(received.message, Weights)
+            self._on_weights(received.message, received.arrays)
+
+        def on_failure(error: RookeryError) -> None:
+            self.asked_for.discard(agent)
+            log.warning("no snapshot; the next notice asks again", agent=agent, reason=str(error))
+
+        self.params.ask(SnapshotRequest(agent=agent, version=version), on_reply=on_snapshot, on_failure=on_failure)
+
+    # --- heartbeats -------------------------------------------------------------------------------------
+
+    def epoch_summary(self) -> EpochSummary | None:
+        """The unconfirmed summary if there is one, else a new one of what was played since."""
+        if self.summary is None and self.ready:
+            played, self.rollout.played = self.rollout.played, Played(
+                return_sums=dict.fromkeys(self.agents, 0.0)
+            )
+            if played.env_steps:
+                self.summaries += 1
+                self.summary = EpochSummary(
+                    number=self.summaries,
+                    epochs=played.epochs,
+                    env_steps=played.env_steps,
+                    agent_steps=played.agent_steps,
+                    return_sums=played.return_sums,
+                )
+        return self.summary
+
+    def on_heartbeat_reply(self, reply: HeartbeatReply) -> None:
+        if self.summary is not None and reply.epoch_summary >= self.summary.number:
+            self.summary = None
+        if not reply.lease_held and self.ready and not self.loop.stopping:
+            log.warning("the lease lapsed; asking for a new one")
+            request = LeaseRequest(role="actor", instance=self.instance, incarnation=self.incarnation)
+            self.params.ask(request, on_reply=self._on_new_lease)
+
+    def _on_new_lease(self, received: Received) -> None:
+        assert isinstance(received.message, LeaseGrant)
+        self.index = received.message.index
+
+    def metrics(self) -> dict[str, float]:
+        if not self.ready:
+            return {}
+        now, (since, turns) = time.monotonic(), self._rate_base
+        elapsed_s = max(now - since, 1e-6)
+        self._rate_base = (now, self.turns)
+        rate = (self.turns - turns) / elapsed_s
+        figures = {
+            "turns_per_s": rate,
+            "env_steps_per_s": rate * self.rollout.world.envs,
+            "unacknowledged_segments": float(self.outbox.unacknowledged_segments),
+            "resent_segments": float(self.outbox.resent_segments),
+            "waited_s": self.waited_s,
+        }
+        for agent, state in self.weights.items():
+            figures[f"version.{agent}"] = float(state.version)
+        return figures
+
+    # --- the end ----------------------------------------------------------------------------------------
+
+    def wind_down(self) -> None:
+        """Closes the open segments and stays until replay has stored them all, within a bound."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        for agent, cut in self.rollout.close():
+            self._take(agent, cut)
+        self._report()
+        while not self.outbox.all_stored and time.monotonic() < deadline:
+            self._pump()
+            self.loop.turn_until(lambda: self.outbox.all_stored or self.outbox.unsent, 0.1)
+        if not self.outbox.all_stored:
+            log.error("replay did not store everything in time; what is missing counts as abandoned")
+            return
+        self._report(final=True)
+        for replay in self.replays:
+            replay.flush(max(0.2, deadline - time.monotonic()))
+
+
+def hash_seed(*parts: int) -> int:
+    """One seed from several numbers."""
+    return int(np.random.SeedSequence(list(parts)).generate_state(1, np.uint64)[0])
+
+
+def _open_journal(run_dir: Path, incarnation: str) -> int:
+    path = run_dir / "logs" / f"journal-{incarnation}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def _write_journal(descriptor: int, segment: Segment) -> None:
+    """One write call for each segment: a killed actor leaves whole lines."""
+    line = f"{segment.incarnation} {segment.agent} {segment.sequence} {segment.owned} {segment.checksum}\n"
+    os.write(descriptor, line.encode())

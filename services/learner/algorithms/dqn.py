@@ -1,0 +1,134 @@
+"""DQN: double (van Hasselt 2016), dueling (Wang 2016), n-step, prioritized (Schaul 2016). Read top to bottom.
+
+    y      = scale * R + discount * Q_target(s', a*),   a* = argmax Q_online(s', .)  when double
+    td     = y - Q_online(s, a)
+    loss   = mean( weight * huber(td) )
+    priority of a row = |td|
+
+R is the n-step return of the data and discount its gamma^k, already 0 where the episode terminated: replay
+computes both, row by row, so the n here is always the n of the data.
+
+Next: services/param_server/service.py
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from services.learner.training import (
+    TargetNetwork,
+    Tensors,
+    UpdateReport,
+    clipped_step,
+    named_state,
+    to_tensors,
+    under_prefix,
+)
+from shared.codec import Arrays
+from shared.config import LearnerConfig
+from shared.logs import get_logger
+from shared.networks import QNetwork, flat_input
+from shared.specs import AgentSpec
+
+log = get_logger()
+
+
+class DQN:
+    """One agent's networks and optimizer, and the update that trains them."""
+
+    def __init__(self, spec: AgentSpec, config: LearnerConfig, device: torch.device, seed: int) -> None:
+        self.spec, self.config, self.device = spec, config, device
+        self.updates = 0
+        self.skipped = 0  # updates whose loss was not finite
+        torch.manual_seed(seed)
+        self.online = QNetwork(spec, config.network).to(device)
+        self.target = TargetNetwork(self.online, QNetwork(spec, config.network).to(device), config.target)
+        self.parameters = list(self.online.parameters())
+        self.optimizer = torch.optim.Adam(self.parameters, lr=config.lr, eps=config.adam_epsilon, fused=True)
+
+    def update(self, arrays: Arrays) -> UpdateReport | None:
+        """One gradient step on a batch. None: the loss was not finite, nothing was changed."""
+        batch = to_tensors(arrays, self.device)
+        observation = flat_input(batch["observation"], self.spec)  # [batch, inputs]
+        next_observation = flat_input(batch["next_observation"], self.spec)
+        targets = self._targets(batch["return"], batch["discount"], next_observation)
+
+        values = self.online(observation)  # [batch, actions]
+        chosen = values.gather(1, batch["action"].unsqueeze(1)).squeeze(1)
+        td = targets - chosen
+        loss = (batch["weight"] * functional.huber_loss(chosen, targets, reduction="none")).mean()
+
+        loss_value = loss.item()
+        if not math.isfinite(loss_value):
+            return self._skip("loss", loss_value)
+        loss.backward()  # type: ignore[no-untyped-call]
+        grad_norm = clipped_step(self.optimizer, self.parameters, self.config.clip_norm)
+        if not math.isfinite(grad_norm):
+            return self._skip("gradient norm", grad_norm)
+        self.updates += 1
+        self.target.follow(self.updates)
+        return self._report(td.detach(), values.detach(), targets, loss_value, grad_norm)
+
+    def _skip(self, what: str, value: float) -> None:
+        self.skipped += 1
+        log.warning("not finite; update skipped", what=what, value=value, skipped=self.skipped)
+
+    @torch.no_grad()
+    def _targets(self, returns: Tensor, discounts: Tensor, next_observation: Tensor) -> Tensor:
+        target_values = self.target.network(next_observation)
+        if self.config.double:
+            best = self.online(next_observation).argmax(1, keepdim=True)
+            bootstrap = target_values.gather(1, best).squeeze(1)
+        else:
+            bootstrap = target_values.amax(1)
+        return self.config.reward_scale * returns + discounts * bootstrap
+
+    def _report(self, td: Tensor, values: Tensor, targets: Tensor, loss: float, grad_norm: float) -> UpdateReport:
+        priorities = td.abs()
+        q_mean = float(values.mean())
+        self.target.watch(abs(q_mean), abs(float(targets.mean())))
+        return UpdateReport(
+            priorities=priorities.cpu().numpy(),
+            loss=loss,
+            td=float(priorities.mean()),
+            q_mean=q_mean,
+            q_max=float(values.max()),
+            grad_norm=grad_norm,
+        )
+
+    # --- what leaves the learner ------------------------------------------------------------------------
+
+    def policy(self) -> Tensors:
+        """What actors need: the online network. Copies, because training goes on in place."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.online.state_dict().items()}
+
+    def load_policy(self, tensors: Tensors) -> None:
+        """Starts from published weights alone: the target is copied, the optimizer fresh."""
+        self.online.load_state_dict(tensors)
+        self.target.copy()
+
+    def checkpoint(self) -> Tensors:
+        """Everything that a resumed learner needs to go on as if it had not stopped."""
+        tensors = named_state("online", self.online.state_dict())
+        tensors |= named_state("target", self.target.network.state_dict())
+        for name, parameter in self.online.named_parameters():
+            tensors |= named_state(f"adam/{name}", self.optimizer.state.get(parameter, {}))
+        tensors["rng"] = torch.get_rng_state()
+        tensors["counters"] = torch.tensor([self.updates, self.skipped, self.target.copies])
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def restore(self, tensors: Tensors) -> None:
+        """The inverse of `checkpoint`."""
+        self.online.load_state_dict(under_prefix("online", tensors))
+        self.target.network.load_state_dict(under_prefix("target", tensors))
+        for name, parameter in self.online.named_parameters():
+            state = under_prefix(f"adam/{name}", tensors)
+            if state:
+                # The step counter lives with the parameters: the fused optimizer wants it on their device.
+                self.optimizer.state[parameter] = {key: value.to(self.device) for key, value in state.items()}
+        torch.set_rng_state(tensors["rng"])
+        self.updates, self.skipped, self.target.copies = (int(value) for value in tensors["counters"])

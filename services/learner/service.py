@@ -1,0 +1,255 @@
+"""One agent's learner: takes batches from replay, trains, sends priorities back, publishes, checkpoints.
+
+Requests for the next batches are always in flight, so an update runs while they travel. Replay or the
+parameter server may be gone for a while: without batches it waits, without the parameter server it goes on
+training and publishes later. A newer learner for the same agent makes this one stop.
+
+Next: services/learner/algorithms/dqn.py
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from services.learner.algorithms import build_algorithm
+from services.learner.checkpoint import Uploader, download, pack, unpack
+from services.learner.figures import Figures
+from services.learner.training import UpdateReport
+from shared.codec import Arrays, Received
+from shared.config import Config
+from shared.errors import PeerSilent, Refused, RookeryError, StaleToken
+from shared.logs import get_logger
+from shared.messages import (
+    Batch,
+    PriorityUpdate,
+    Publish,
+    Published,
+    SampleRequest,
+    SnapshotRequest,
+    Weights,
+)
+from shared.placement import replay_of
+from shared.service import Service
+
+log = get_logger()
+
+SAMPLE_TIMEOUT_S = 10.0
+SAMPLE_RETRY_S = 1.5  # a restarted replay has forgotten held requests; one that holds it ignores the repeat
+LAST_WORDS_S = 3.0
+
+
+class LearnerService(Service):
+    """Trains the agent that its lease names."""
+
+    name = "learner"
+
+    def __init__(self, config: Config, run_dir: Path, instance: str, agent: str | None = None) -> None:
+        super().__init__(config, run_dir, instance)
+        self.wanted_agent = agent
+        self.batches: deque[tuple[Batch, Arrays]] = deque()
+        self.in_flight = 0
+        self.next_draw = 0
+        self.version = 0
+        self.publishing = False
+        self.published_updates = -1
+        self.figures = Figures()
+
+    # --- start ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.join()
+        specs = self.get_specs()
+        self.get_lease("learner", self.wanted_agent)
+        assert self.token is not None
+        agent = self.token.agent
+        self.settings = self.config.learner_for(agent)
+        torch.set_num_threads(self.settings.threads)
+        order = sorted(specs).index(agent)
+        device = pick_device(self.settings.device, order)
+        seed = int(np.random.SeedSequence([self.config.seed, order]).generate_state(1)[0])
+        self.algorithm = build_algorithm(specs[agent], self.settings, device, seed)
+        self.uploader = Uploader(self.params, self.token)
+        self.replay = self.open_requests(self.config.endpoints.replay[replay_of(self.config, specs, agent)].requests)
+        self.replay.run = self.params.run
+        self._resume()
+        self._publish()
+        self.loop.every(self.settings.publish_s, self._publish_if_changed)
+        self.loop.every(self.settings.checkpoint_s, self._checkpoint)
+        log.info("learning", agent=agent, token=self.token.number, device=str(device), updates=self.algorithm.updates)
+
+    def _resume(self) -> None:
+        """Goes on from the newest checkpoint, or at least from the newest weights."""
+        assert self.token is not None
+        data = self._patient_download()
+        if data is not None:
+            tensors, counters = unpack(data)
+            self.algorithm.restore(tensors)
+            self.next_draw = counters["next_draw"]
+            return
+        try:
+            received = self.params.call(SnapshotRequest(agent=self.token.agent), timeout_s=30.0)
+        except Refused as error:
+            log.info("a fresh start", reason=str(error))
+            return
+        assert isinstance(received.message, Weights)
+        self.algorithm.load_policy({name: torch.tensor(array) for name, array in received.arrays.items()})
+
+    def _patient_download(self) -> bytes | None:
+        assert self.token is not None
+        while True:
+            try:
+                return download(self.params, self.token)
+            except PeerSilent:
+                if self.loop.stopping:
+                    raise
+                log.info("waiting", waiting_for="the parameter server, for a checkpoint")
+
+    # --- the loop ---------------------------------------------------------------------------------------
+
+    def work(self) -> bool:
+        if self.uploader.refused is not None:
+            raise self.uploader.refused
+        if not self.active:
+            self.waiting_for = f"the run is {self.state}" if self.state != "running" else "held by a person"
+            return False
+        self._request_batches()
+        if not self.batches:
+            self.waiting_for = "batches from replay"
+            return False
+        self.waiting_for = ""
+        self._train(*self.batches.popleft())
+        return bool(self.batches)
+
+    def _train(self, batch: Batch, arrays: Arrays) -> None:
+        report = self.algorithm.update(arrays)
+        if report is None:
+            return
+        self._send_priorities(arrays, report)
+        self.figures.add(report, lag=self.version - float(arrays["version"].mean()))
+        if self.algorithm.updates - self.published_updates >= self.settings.publish_updates:
+            self._publish()
+
+    def _send_priorities(self, arrays: Arrays, report: UpdateReport) -> None:
+        assert self.token is not None
+        self.replay.tell(
+            PriorityUpdate(token=self.token),
+            {"index": arrays["index"], "generation": arrays["generation"], "priority": report.priorities},
+        )
+
+    def _request_batches(self) -> None:
+        assert self.token is not None
+        while self.in_flight + len(self.batches) < self.settings.prefetch:
+            request = SampleRequest(
+                token=self.token, draw=self.next_draw, batch_size=self.settings.batch_size, beta=self._beta()
+            )
+            self.next_draw += 1
+            self.in_flight += 1
+            self.replay.ask(
+                request,
+                on_reply=self._on_batch,
+                on_failure=self._on_no_batch,
+                timeout_s=SAMPLE_TIMEOUT_S,
+                retry_s=SAMPLE_RETRY_S,
+            )
+
+    def _beta(self) -> float:
+        priority = self.settings.priority
+        progress = min(1.0, self.algorithm.updates / priority.beta_updates)
+        return priority.beta_start + progress * (priority.beta_end - priority.beta_start)
+
+    def _on_batch(self, received: Received) -> None:
+        assert isinstance(received.message, Batch)
+        self.in_flight -= 1
+        self.batches.append((received.message, received.arrays))
+
+    def _on_no_batch(self, error: RookeryError) -> None:
+        self.in_flight -= 1
+        if isinstance(error, StaleToken):
+            raise error
+        if not (isinstance(error, Refused) and error.code == "deadline"):
+            log.warning("no batch", reason=str(error))
+
+    # --- publishing and checkpoints ---------------------------------------------------------------------
+
+    def _publish_if_changed(self) -> None:
+        if self.active and self.algorithm.updates != self.published_updates:
+            self._publish()
+
+    def _publish(self) -> None:
+        """Sends the weights unless the last ones are still on their way; newer ones go with the next."""
+        if self.publishing:
+            return
+        assert self.token is not None
+        self.publishing = True
+        self.published_updates = self.algorithm.updates
+        message = Publish(token=self.token, publish_id=uuid.uuid4().hex, updates=self.algorithm.updates)
+        arrays = {name: tensor.numpy() for name, tensor in self.algorithm.policy().items()}
+        self.params.ask(
+            message, arrays, on_reply=self._on_published, on_failure=self._on_not_published, timeout_s=10.0
+        )
+
+    def _on_published(self, received: Received) -> None:
+        assert isinstance(received.message, Published)
+        self.publishing = False
+        self.version = received.message.version
+
+    def _on_not_published(self, error: RookeryError) -> None:
+        self.publishing = False
+        self.published_updates = -1  # so that the next turn of the timer tries again
+        if isinstance(error, StaleToken):
+            raise error
+        log.warning("weights not published yet", reason=str(error))
+
+    def _checkpoint(self) -> None:
+        if not self.uploader.busy and self.active:
+            self.uploader.start(self._packed())
+
+    def _packed(self) -> bytes:
+        # Draws in flight were not trained on: a resumed learner asks for them again.
+        untrained = self.in_flight + len(self.batches)
+        return pack(self.algorithm.checkpoint(), {"next_draw": self.next_draw - untrained})
+
+    # --- the end ----------------------------------------------------------------------------------------
+
+    def wind_down(self) -> None:
+        """A last publish and a last checkpoint, if the parameter server answers in time."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        self._drop_sample_requests()
+        while self.uploader.busy and time.monotonic() < deadline:
+            self.params.flush(0.1)
+        self.uploader.start(self._packed())
+        if self.algorithm.updates != self.published_updates:
+            self._publish()
+        if not self.params.flush(max(0.5, deadline - time.monotonic())):
+            log.warning("the parameter server did not take the last checkpoint in time")
+
+    def _drop_sample_requests(self) -> None:
+        self.replay.close()
+        self.batches.clear()
+
+    def metrics(self) -> dict[str, float]:
+        if not self.ready:
+            return {}
+        own = {
+            "updates": float(self.algorithm.updates),
+            "skipped_updates": float(self.algorithm.skipped),
+            "version": float(self.version),
+            "beta": self._beta(),
+            "checkpoints": float(self.uploader.completed),
+            "repeats": float(self.replay.counters["repeats"] + self.params.counters["repeats"]),
+        }
+        return own | self.figures.take()
+
+
+def pick_device(name: str, order: int) -> torch.device:
+    """`auto`: the GPUs in turn, by the agent's place among the agents; the CPU where there is none."""
+    if name != "auto":
+        return torch.device(name)
+    gpus = torch.cuda.device_count()
+    return torch.device(f"cuda:{order % gpus}") if gpus else torch.device("cpu")

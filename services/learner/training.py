@@ -1,0 +1,94 @@
+"""What every algorithm shares: batches as tensors, the target network, clipping, and what an update reports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from shared.codec import Arrays
+from shared.config import TargetConfig
+from shared.logs import get_logger
+
+log = get_logger()
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """One update: new raw priorities for its rows, and figures for people."""
+
+    priorities: npt.NDArray[np.float32]  # [batch] |td|
+    loss: float
+    td: float
+    q_mean: float
+    q_max: float
+    grad_norm: float
+
+
+def to_tensors(arrays: Arrays, device: torch.device) -> Tensors:
+    """A batch as tensors on the device; on the CPU they are views on the received frames."""
+    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+
+
+class TargetNetwork:
+    """A copy of the online network that follows it: softly, by copies, or both (MISSION L8)."""
+
+    def __init__(self, online: nn.Module, target: nn.Module, config: TargetConfig) -> None:
+        self.network = target
+        self.copies = 0
+        self._config = config
+        self._online = [parameter.detach() for parameter in online.parameters()]
+        self._target = [parameter.detach() for parameter in target.parameters()]
+        for parameter in target.parameters():
+            parameter.requires_grad_(False)
+        self.copy()
+
+    def copy(self) -> None:
+        torch._foreach_copy_(self._target, self._online)
+        self.copies += 1
+
+    def follow(self, updates: int) -> None:
+        """Called after each optimizer step with the number of updates done."""
+        config = self._config
+        if updates <= config.warmup_updates and updates % config.warmup_every == 0:
+            self.copy()
+            return
+        if config.mode in ("soft", "both"):
+            torch._foreach_lerp_(self._target, self._online, config.tau)
+        if config.mode in ("hard", "both") and updates % config.hard_every == 0:
+            self.copy()
+
+    def watch(self, online_q: float, target_q: float) -> bool:
+        """Copies when the two networks' mean |Q| lie further apart than the watchdog's factor."""
+        factor = self._config.watchdog
+        if max(online_q, target_q) <= factor * max(min(online_q, target_q), 1.0):
+            return False
+        self.copy()
+        log.warning("target network copied by the watchdog", online_q=online_q, target_q=target_q)
+        return True
+
+
+def clipped_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip_norm: float) -> float:
+    """Clips the gradients' norm, steps, and returns the norm before clipping; if it is not finite, no step."""
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, clip_norm, foreach=True))
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def named_state(prefix: str, state: Mapping[str, Tensor]) -> Tensors:
+    return {f"{prefix}/{name}": tensor for name, tensor in state.items()}
+
+
+def under_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    return {
+        name.removeprefix(f"{prefix}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}/")
+    }

@@ -1,0 +1,506 @@
+"""The parameter server: versions of weights, leases, specs, checkpoints, progress, and the run's state.
+
+It owns `params/` and `checkpoints/` and is the only one to write there. Everything is on disk before it is
+confirmed, so it may be killed at any moment: those who did not hear back ask again. It answers on a ROUTER
+and tells everyone on a PUB. Requests that cannot be answered yet (specs, leases) are held until they can.
+
+Next: shared/links/broadcast.py, and back to services/actor/service.py
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from services.param_server.broadcasts import Broadcast, BroadcastEncoder
+from services.param_server.checkpoints import CheckpointStore
+from services.param_server.leases import LeaseBook
+from services.param_server.progress import Progress
+from services.param_server.run_state import RunBook
+from services.param_server.spec_book import SpecBook
+from services.param_server.versions import VersionStore
+from shared.config import Config
+from shared.errors import Refused
+from shared.links.broadcast import NOTICES, STATUS, Broadcaster, weights_topic
+from shared.links.requests import Incoming, RequestReceiver
+from shared.logs import get_logger
+from shared.loop import Loop
+from shared.messages import (
+    AgentStatus,
+    CheckpointChunk,
+    CheckpointPiece,
+    CheckpointRequest,
+    ControlReply,
+    ControlRequest,
+    Done,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    LearnerLease,
+    LeaseGrant,
+    LeaseRequest,
+    Publish,
+    Published,
+    Release,
+    Request,
+    RunNotice,
+    RunStatus,
+    ServiceStatus,
+    SnapshotRequest,
+    SpecRegistration,
+    SpecRequest,
+    Specs,
+    StatusRequest,
+    Weights,
+    Welcome,
+)
+
+log = get_logger()
+
+TICK_S = 0.25
+NOTICE_S = 1.0
+PIECE_BYTES = 4 << 20
+FORGET_AFTER_LEASES = 6  # a silent service leaves the status after this many lease times
+HOLD_SHARE = 0.8  # of its deadline a request is held, so that the answer arrives before the asker gives up
+
+
+@dataclass(slots=True)
+class Held:
+    """A request that cannot be answered yet."""
+
+    incoming: Incoming
+    message: Request
+    until: float
+
+
+@dataclass(slots=True)
+class Seen:
+    """The last heartbeat of a service."""
+
+    peer: bytes
+    heartbeat: Heartbeat
+    at: float
+
+
+class ParamServer:
+    """One process, one thread, one loop."""
+
+    def __init__(self, config: Config, run_dir: Path, instance: str) -> None:
+        self.config, self.instance = config, instance
+        self.started = time.monotonic()
+        settings = config.param_server
+        params = run_dir / "params"
+        self.run_book = RunBook(
+            params / "run.json", minutes=config.run.minutes, agent_steps=config.run.agent_steps, now=self.started
+        )
+        self.spec_book = SpecBook(params / "specs.json")
+        self.leases = LeaseBook(params / "leases.json", settings.lease_s, time.monotonic)
+        self.progress = Progress(params / "progress.jsonl")
+        self.versions = VersionStore(params / "agents", settings.keep_versions)
+        self.checkpoints = CheckpointStore(run_dir / "checkpoints")
+        self.encoder = BroadcastEncoder(
+            delta=settings.delta, full_every=settings.full_every, broadcast_dtype=settings.broadcast_dtype
+        )
+        self.seen: dict[str, Seen] = {}  # by incarnation
+        self.held: list[Held] = []
+        self.forwarded: dict[int, tuple[bytes, int]] = {}
+        self.forwards = 0
+        self.draining_since = self.started
+        self.counters: Counter[str] = Counter()
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.loop = Loop()
+        self.loop.stop_on_signals()
+        self._open_links()
+
+    def _open_links(self) -> None:
+        limit = self.config.limits.max_message_bytes
+        endpoints, run = self.config.endpoints, self.run_book.run_id
+        handlers = {
+            "hello": self.on_hello,
+            "spec_registration": self.on_spec_registration,
+            "spec_request": self.on_spec_request,
+            "lease_request": self.on_lease_request,
+            "heartbeat": self.on_heartbeat,
+            "release": self.on_release,
+            "publish": self.on_publish,
+            "snapshot_request": self.on_snapshot_request,
+            "checkpoint_chunk": self.on_checkpoint_chunk,
+            "checkpoint_request": self.on_checkpoint_request,
+            "control_request": self.on_control_request,
+            "control_reply": self.on_control_reply,
+            "status_request": self.on_status_request,
+        }
+        self.broadcaster = Broadcaster(
+            self.context, self.loop, endpoints.broadcast, run=run, max_message_bytes=limit
+        )
+        self.requests = RequestReceiver(
+            self.context, self.loop, endpoints.params, handlers, name="param_server", max_message_bytes=limit
+        )
+        self.requests.run = run
+
+    def run(self) -> None:
+        """Serves until a signal asks it to end."""
+        log.info("ready", run=self.run_book.run_id, state=self.run_book.state)
+        self.loop.every(TICK_S, self.tick)
+        self.loop.every(NOTICE_S, self.announce)
+        try:
+            while not self.loop.stopping:
+                self.loop.turn(block=True)
+            log.info("ending", reason=self.loop.stop_reason)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self.requests.close()
+        self.broadcaster.close()
+        self.progress.close()
+        self.loop.close()
+        self.context.destroy(linger=0)
+
+    # --- the run ----------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """What depends on time: leases, limits, the end of draining, held requests."""
+        now = time.monotonic()
+        self.run_book.tick(now)
+        for lease in self.leases.expire(now):
+            log.warning("lease lapsed", role=lease.role, name=lease.name, instance=lease.instance)
+        if self.run_book.state == "running":
+            reason = self.run_book.limit_reached(now, self.progress.totals.agent_steps)
+            if reason:
+                log.info("limit reached", reason=reason)
+                self._drain(now)
+        elif self.run_book.state == "draining":
+            self._finish_when_drained(now)
+        self._answer_held(now)
+        self._forget_silent(now)
+
+    def _drain(self, now: float) -> None:
+        if self.run_book.drain(now):
+            self.draining_since = now
+            self.announce()
+
+    def _finish_when_drained(self, now: float) -> None:
+        overdue = now - self.draining_since > self.config.param_server.drain_s
+        if not self.leases.live(now) or overdue:
+            if overdue:
+                log.warning("draining took too long; finishing without", live=len(self.leases.live(now)))
+            self.run_book.finish(now)
+            self.announce()
+
+    def announce(self) -> None:
+        """Tells everyone where the run stands."""
+        totals, now = self.progress.totals, time.monotonic()
+        notice = RunNotice(
+            state=self.run_book.state,
+            epochs=totals.epochs,
+            agent_steps=totals.agent_steps,
+            learners=self._learners(now),
+            versions={agent: self._version(agent) for agent in self.versions.agents()},
+        )
+        self.broadcaster.send(NOTICES, notice)
+        self.broadcaster.send(STATUS, self.status())
+
+    def _learners(self, now: float) -> dict[str, LearnerLease]:
+        return {
+            agent: LearnerLease(number=lease.number, incarnation=lease.incarnation, live=self.leases.is_live(lease, now))
+            for agent, lease in self.leases.learners().items()
+        }
+
+    def _version(self, agent: str) -> int:
+        newest = self.versions.newest(agent)
+        return newest.version if newest else 0
+
+    def _forget_silent(self, now: float) -> None:
+        oldest = now - FORGET_AFTER_LEASES * self.config.param_server.lease_s
+        for incarnation in [key for key, seen in self.seen.items() if seen.at < oldest]:
+            del self.seen[incarnation]
+
+    # --- joining ----------------------------------------------------------------------------------------
+
+    def on_hello(self, message: Hello, incoming: Incoming) -> None:
+        if message.run not in ("", self.run_book.run_id):
+            raise Refused("other_run", f"this is run {self.run_book.run_id}; you keep data of run {message.run}")
+        welcome = Welcome(
+            request=message.request,
+            run_id=self.run_book.run_id,
+            state=self.run_book.state,
+            lease_s=self.config.param_server.lease_s,
+        )
+        self.requests.reply(incoming.peer, welcome)
+
+    def on_spec_registration(self, message: SpecRegistration, incoming: Incoming) -> None:
+        if self.spec_book.register(message.specs):
+            log.info("specs registered", agents=list(message.specs))
+        self.requests.reply(incoming.peer, Specs(request=message.request, specs=self.spec_book.specs))
+        self._answer_held(time.monotonic())
+
+    def on_spec_request(self, message: SpecRequest, incoming: Incoming) -> None:
+        if not self._answer_spec_request(message, incoming):
+            self._hold(message, incoming)
+
+    def _answer_spec_request(self, message: SpecRequest, incoming: Incoming) -> bool:
+        if not self.spec_book.specs:
+            return False
+        self.requests.reply(incoming.peer, Specs(request=message.request, specs=self.spec_book.specs))
+        return True
+
+    def on_lease_request(self, message: LeaseRequest, incoming: Incoming) -> None:
+        if not self._answer_lease_request(message, incoming):
+            self._hold(message, incoming)
+
+    def _answer_lease_request(self, message: LeaseRequest, incoming: Incoming) -> bool:
+        now, lease_s = time.monotonic(), self.config.param_server.lease_s
+        if message.role == "actor":
+            index = self.leases.grant_actor(message.instance, message.incarnation, now)
+            grant = LeaseGrant(request=message.request, index=index, lease_s=lease_s)
+        else:
+            token = self.leases.grant_learner(
+                list(self.spec_book.specs), message.instance, message.incarnation, message.agent, now
+            )
+            if token is None:
+                return False
+            log.info("lease granted", agent=token.agent, number=token.number, instance=message.instance)
+            grant = LeaseGrant(request=message.request, token=token, lease_s=lease_s)
+        self.requests.reply(incoming.peer, grant)
+        self.announce()
+        return True
+
+    def _hold(self, message: Request, incoming: Incoming) -> None:
+        same = (held for held in self.held if held.incoming.peer == incoming.peer)
+        if any(held.message.request == message.request for held in same):
+            return  # the asker repeats itself
+        self.held.append(Held(incoming, message, time.monotonic() + HOLD_SHARE * message.deadline_s))
+
+    def _answer_held(self, now: float) -> None:
+        waiting, self.held = self.held, []
+        for held in waiting:
+            message, incoming = held.message, held.incoming
+            if isinstance(message, SpecRequest):
+                answered = self._answer_spec_request(message, incoming)
+            else:
+                assert isinstance(message, LeaseRequest)
+                answered = self._answer_lease_request(message, incoming)
+            if answered:
+                continue
+            if now < held.until:
+                self.held.append(held)
+            elif isinstance(message, SpecRequest):
+                self.requests.refuse(incoming.peer, message, Refused("not_yet", "no actor has registered specs yet"))
+            else:
+                self.requests.refuse(incoming.peer, message, Refused("no_lease", "every agent has a learner"))
+
+    # --- heartbeats and leases --------------------------------------------------------------------------
+
+    def on_heartbeat(self, message: Heartbeat, incoming: Incoming) -> None:
+        now = time.monotonic()
+        self.seen[message.incarnation] = Seen(incoming.peer, message, now)
+        held = True
+        if message.token is not None or message.index is not None:
+            held = self.leases.renew(message.incarnation, message.token, message.index, now)
+        taken = self.progress.last_taken(message.incarnation)
+        if message.epochs is not None:
+            taken = self.progress.take(
+                message.incarnation, message.index or 0, message.epochs, self.run_book.elapsed_s(now)
+            )
+        reply = HeartbeatReply(
+            request=message.request,
+            state=self.run_book.state,
+            lease_held=held,
+            epoch_summary=taken,
+            epochs=self.progress.totals.epochs,
+            agent_steps=self.progress.totals.agent_steps,
+        )
+        self.requests.reply(incoming.peer, reply)
+
+    def on_release(self, message: Release, incoming: Incoming) -> None:
+        for lease in self.leases.release(message.instance, message.incarnation):
+            log.info("lease released", role=lease.role, name=lease.name, instance=lease.instance)
+        gone = [key for key, seen in self.seen.items() if seen.heartbeat.instance == message.instance]
+        for incarnation in gone:
+            if message.incarnation in (None, incarnation):
+                del self.seen[incarnation]
+        self.requests.reply(incoming.peer, Done(request=message.request))
+        self._answer_held(time.monotonic())
+        self.announce()
+
+    # --- weights and checkpoints ------------------------------------------------------------------------
+
+    def on_publish(self, message: Publish, incoming: Incoming) -> None:
+        """To disk, then to everyone, then confirmed."""
+        self.leases.check(message.token)
+        agent = message.token.agent
+        version, is_new = self.versions.publish(
+            agent,
+            incoming.received.arrays,
+            publish_id=message.publish_id,
+            updates=message.updates,
+            token=message.token.number,
+        )
+        newest = self.versions.newest(agent)
+        assert newest is not None
+        self.broadcaster.send(weights_topic(agent), *_as_message(self.encoder.encode(newest)))
+        self.requests.reply(incoming.peer, Published(request=message.request, version=version))
+        self.counters["published" if is_new else "published_again"] += 1
+
+    def on_snapshot_request(self, message: SnapshotRequest, incoming: Incoming) -> None:
+        full = self.encoder.base(message.agent, message.version) if message.version else None
+        if full is None:
+            full = self.encoder.full(self.versions.load(message.agent, message.version))
+        weights, tensors = _as_message(full)
+        self.requests.reply(incoming.peer, weights.model_copy(update={"request": message.request}), tensors)
+
+    def on_checkpoint_chunk(self, message: CheckpointChunk, incoming: Incoming) -> None:
+        self.leases.check(message.token)
+        data = incoming.received.arrays.get("data")
+        if data is None or data.dtype != np.uint8 or data.ndim != 1:
+            raise Refused("bad_chunk", "a chunk carries one uint8[n] array named data")
+        received, whole = self.checkpoints.add_chunk(
+            message.token.agent,
+            message.checkpoint_id,
+            message.offset,
+            message.total_bytes,
+            message.checksum,
+            memoryview(data),
+        )
+        if not whole and received != message.offset + len(data):
+            raise Refused("chunk_out_of_order", f"{received} bytes are here; start the checkpoint again")
+        self.requests.reply(incoming.peer, Done(request=message.request))
+
+    def on_checkpoint_request(self, message: CheckpointRequest, incoming: Incoming) -> None:
+        self.leases.check(message.token)
+        piece = self.checkpoints.piece(message.token.agent, message.offset, PIECE_BYTES)
+        checkpoint_id, total, checksum, data = piece or ("", 0, 0, b"")
+        reply = CheckpointPiece(
+            request=message.request,
+            checkpoint_id=checkpoint_id,
+            offset=message.offset,
+            total_bytes=total,
+            checksum=checksum,
+        )
+        self.requests.reply(incoming.peer, reply, {"data": np.frombuffer(data, np.uint8)})
+
+    # --- control and status -----------------------------------------------------------------------------
+
+    def on_control_request(self, message: ControlRequest, incoming: Incoming) -> None:
+        if message.target:
+            self._forward(message, incoming)
+            return
+        now = time.monotonic()
+        if message.action == "pause":
+            self.run_book.pause(now)
+        elif message.action == "resume":
+            self.run_book.resume(now, self.progress.totals.agent_steps)
+        elif message.action == "drain":
+            self._drain(now)
+        elif message.action == "stop":
+            self.loop.stop("asked to")
+        elif message.action == "set":
+            raise Refused("unknown_value", "nothing can be set on the parameter server")
+        self.announce()
+        reply = ControlReply(
+            request=message.request,
+            service="param_server",
+            instance=self.instance,
+            state=self.run_book.state,
+            ready=True,
+        )
+        self.requests.reply(incoming.peer, reply)
+
+    def _forward(self, message: ControlRequest, incoming: Incoming) -> None:
+        """To the instance that is asked for; its answer comes back through on_control_reply."""
+        target = next((seen for seen in self.seen.values() if seen.heartbeat.instance == message.target), None)
+        if target is None:
+            known = sorted(seen.heartbeat.instance for seen in self.seen.values())
+            raise Refused("unknown_instance", f"no instance {message.target!r}; known are {', '.join(known)}")
+        self.forwards += 1
+        self.forwarded[self.forwards] = (incoming.peer, message.request)
+        if len(self.forwarded) > 1_000:  # answers that never came
+            del self.forwarded[next(iter(self.forwarded))]
+        self.requests.reply(target.peer, message.model_copy(update={"request": self.forwards}))
+
+    def on_control_reply(self, message: ControlReply, _incoming: Incoming) -> None:
+        asker = self.forwarded.pop(message.request, None)
+        if asker is not None:
+            self.requests.reply(asker[0], message.model_copy(update={"request": asker[1]}))
+
+    def on_status_request(self, message: StatusRequest, incoming: Incoming) -> None:
+        self.requests.reply(incoming.peer, self.status().model_copy(update={"request": message.request}))
+
+    def status(self) -> RunStatus:
+        now, totals = time.monotonic(), self.progress.totals
+        services = [self._own_status(now), *(self._service_status(seen, now) for seen in self.seen.values())]
+        return RunStatus(
+            state=self.run_book.state,
+            run_id=self.run_book.run_id,
+            elapsed_s=self.run_book.elapsed_s(now),
+            epochs=totals.epochs,
+            env_steps=totals.env_steps,
+            agent_steps=totals.agent_steps,
+            services=tuple(sorted(services, key=lambda service: (service.service, service.instance))),
+            agents={agent: self._agent_status(agent) for agent in self.spec_book.specs},
+            counters=dict(self.counters + self.requests.counters + self.broadcaster.counters),
+        )
+
+    def _own_status(self, now: float) -> ServiceStatus:
+        return ServiceStatus(
+            service="param_server",
+            instance=self.instance,
+            incarnation="0" * 32,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            up_s=now - self.started,
+            seen_s=0.0,
+            ready=True,
+            done=False,
+            holds="the run",
+            waiting_for="",
+            metrics={},
+        )
+
+    def _service_status(self, seen: Seen, now: float) -> ServiceStatus:
+        beat = seen.heartbeat
+        holds = beat.token.agent if beat.token else f"index {beat.index}" if beat.index is not None else ""
+        return ServiceStatus(
+            service=beat.service,
+            instance=beat.instance,
+            incarnation=beat.incarnation,
+            pid=beat.pid,
+            host=beat.host,
+            up_s=beat.up_s + now - seen.at,
+            seen_s=now - seen.at,
+            ready=beat.ready,
+            done=beat.done,
+            holds=holds,
+            waiting_for=beat.waiting_for,
+            metrics=beat.metrics,
+        )
+
+    def _agent_status(self, agent: str) -> AgentStatus:
+        holder, newest = self.leases.holder(agent), self.versions.newest(agent)
+        return AgentStatus(
+            version=newest.version if newest else 0,
+            updates=newest.updates if newest else 0,
+            token=holder.number if holder else 0,
+            learner=holder.instance if holder else "",
+            recent_return=self.progress.recent_return(agent),
+        )
+
+
+def _as_message(broadcast: Broadcast) -> tuple[Weights, dict[str, Any]]:
+    weights = Weights(
+        agent=broadcast.agent,
+        version=broadcast.version,
+        updates=broadcast.updates,
+        base=broadcast.base,
+        checksum=broadcast.checksum,
+    )
+    return weights, broadcast.tensors

@@ -1,0 +1,343 @@
+"""Owns one agent's replay: the ring, its sum tree, its streams and its limiter, as one thing without sockets.
+
+Everything that matters is in the ring's files; the tree and the counts are rebuilt from them at the start.
+leaf = drawable ? (|td| + epsilon)^alpha : 0, and a new step has the largest |td| seen so far. Draw i is a
+pure function of (seed, agent, i) and of what is stored, so a repeated request gives the same batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from services.replay.limiter import Limiter
+from services.replay.ring import Array, Ints, Ring
+from services.replay.streams import Streams
+from services.replay.sum_tree import Floats, SumTree
+from shared.codec import Arrays, check_segment_arrays, checksum
+from shared.errors import Refused, SpecMismatch, StaleToken
+from shared.messages import Segment
+from shared.specs import AgentSpec
+
+Verdict = Literal["stored", "duplicate", "gap"]
+FIRST_PRIORITY = 1.0
+
+
+class AgentBuffer:
+    """What one agent's actors insert and its learner draws."""
+
+    def __init__(
+        self,
+        directory: Path,
+        agent: str,
+        spec: AgentSpec,
+        *,
+        capacity_steps: int,
+        segment_steps: int,
+        n_step: int,
+        gamma: float,
+        alpha: float,
+        priority_epsilon: float,
+        min_steps: int,
+        samples_per_insert: float,
+        tolerance_samples: float,
+        seed: int,
+        now: float | None = None,
+    ) -> None:
+        self.agent, self.spec = agent, spec
+        self.segment_steps, self.n_step = segment_steps, n_step
+        self.alpha, self.priority_epsilon = alpha, priority_epsilon
+        self._key = _philox_key(seed, agent)
+        self._powers = gamma ** np.arange(n_step + 1)
+        # [k, i]: gamma^i for i < k, so that one table lookup weighs and cuts off an n-step sum.
+        self._reward_weights = np.tril(np.broadcast_to(self._powers[:-1], (n_step + 1, n_step)), -1)
+        self._ring = Ring(directory, spec, -(-capacity_steps // segment_steps), segment_steps, n_step)
+        self._state = self._ring.state
+        self._action_names = [name for name in ("action", "control") if name in self._ring.columns]
+        self._streams = Streams(directory / "streams", _monotonic(now))
+        self._tree = SumTree(self.capacity_steps)
+        self.limiter = Limiter(min_steps, samples_per_insert, tolerance_samples)
+        self._recover(_monotonic(now))
+
+    # --- inserting ----------------------------------------------------------------------------------------
+
+    def insert(self, segment: Segment, arrays: Arrays, now: float | None = None) -> Verdict:
+        """Stores the next segment of its stream; nothing is written for one that is refused."""
+        self._check(segment, arrays)
+        judgement = self._streams.judge(segment.incarnation, segment.sequence)
+        if judgement != "next":
+            self._state[f"{judgement}s_dropped"] += segment.owned
+            return judgement
+        self._check_contents(segment, arrays)
+        stored = self._streams.stored_steps_of(segment.incarnation) + segment.owned
+        self._make_room()
+        slot = self._ring.insert(segment, arrays, stored, self.max_priority)
+        self._streams.advance(
+            segment.incarnation, segment.sequence, stored, segment.produced_steps, _monotonic(now)
+        )
+        self._make_drawable(slot, segment.owned)
+        return "stored"
+
+    def _check(self, segment: Segment, arrays: Arrays) -> None:
+        if segment.agent != self.agent:
+            raise SpecMismatch(f"a segment of {segment.agent!r} for the buffer of {self.agent!r}")
+        if problem := self._ring.misfit(segment.before, segment.owned, segment.rows):
+            raise SpecMismatch(f"segment {segment.sequence}: {problem}")
+        check_segment_arrays(self.spec, segment.rows, arrays)
+
+    def _check_contents(self, segment: Segment, arrays: Arrays) -> None:
+        if arrays["terminated"][:-1].any() or arrays["truncated"][:-1].any():
+            raise SpecMismatch(f"segment {segment.sequence} goes on after the end of its episode")
+        found = checksum(arrays[column.name] for column in self.spec.columns)
+        if found != segment.checksum:
+            raise SpecMismatch(
+                f"segment {segment.sequence}: checksum {found}, its header says {segment.checksum}"
+            )
+
+    def _make_room(self) -> None:
+        self._tree.set_range(self._ring.next_slot * self.segment_steps, np.zeros(self.segment_steps))
+        freed = self._ring.evict()
+        self.limiter.drawable_steps -= freed
+        self.limiter.full = freed > 0
+
+    def _make_drawable(self, slot: int, owned: int) -> None:
+        raw = self._ring.priorities[slot, :owned]
+        self._tree.set_range(slot * self.segment_steps, self._leaves(raw))
+        self.limiter.drawable_steps += owned
+        self.limiter.inserted_steps = self._streams.stored_steps
+
+    # --- drawing ------------------------------------------------------------------------------------------
+
+    def draw(self, draw_index: int, batch_size: int, beta: float) -> dict[str, Array]:
+        """Draw number `draw_index`: a stratified batch with everything an update needs."""
+        if not self.drawable_steps:
+            raise Refused(
+                "empty", f"the buffer of {self.agent!r} has no steps to draw; wait until can_sample"
+            )
+        total = self._tree.total
+        uniform = self._uniform(draw_index, batch_size)
+        index = self._tree.draw((np.arange(batch_size) + uniform) * (total / batch_size))
+        batch = self._gather(index)
+        batch["weight"] = self._weights(self._tree.get(index) / total, beta)
+        self._state["sampled_steps"] += batch_size
+        self.limiter.sampled_steps += batch_size
+        return batch
+
+    def _uniform(self, draw_index: int, batch_size: int) -> Floats:
+        counter = np.array([0, 0, draw_index, 0], np.uint64)
+        return np.random.Generator(np.random.Philox(key=self._key, counter=counter)).random(batch_size)
+
+    def _weights(self, probability: Floats, beta: float) -> npt.NDArray[np.float32]:
+        weights: Floats = (self.drawable_steps * probability) ** -beta
+        weights /= weights.max()
+        return weights.astype(np.float32)
+
+    def _gather(self, index: Ints) -> dict[str, Array]:
+        slots, steps = np.divmod(index, self.segment_steps)
+        records = self._ring.metadata[slots]
+        row = records["before"] + steps
+        k = np.minimum(self.n_step, records["rows"] - 1 - row)  # steps that the return sums
+        flat = slots * self._ring.slot_rows + row
+        stacks = self._ring.stacks(slots, np.stack((row, row + k)))  # [2, batch, stack, *obs]
+        return {
+            "observation": stacks[0],
+            "next_observation": stacks[1],
+            **{name: self._ring.take(name, flat) for name in self._action_names},
+            "return": self._returns(flat, k),
+            "discount": self._discounts(flat, k),
+            "index": index,
+            "generation": records["generation"].copy(),
+            "version": self._ring.take("version", flat),
+        }
+
+    def _returns(self, flat: Ints, k: Ints) -> npt.NDArray[np.float32]:
+        # Rows past k may hold anything, even NaN of an older segment, which no weight of 0 would remove.
+        ahead = np.minimum(np.arange(self.n_step), k[:, None] - 1)
+        rewards = self._ring.take("reward", flat[:, None] + ahead)
+        returns: Floats = (rewards * self._reward_weights[k]).sum(axis=1)
+        return returns.astype(np.float32)
+
+    def _discounts(self, flat: Ints, k: Ints) -> npt.NDArray[np.float32]:
+        terminated = self._ring.take("terminated", flat + k - 1)
+        return np.where(terminated, 0.0, self._powers[k]).astype(np.float32)
+
+    # --- priorities ---------------------------------------------------------------------------------------
+
+    def update_priorities(self, index: Array, generation: Array, priority: Array) -> int:
+        """New |td| of drawn rows; how many were ignored: overwritten since, out of range or not a number."""
+        _check_update(index, generation, priority)
+        with np.errstate(over="ignore"):
+            raw = priority.astype(np.float32)
+        slots, steps, usable = self._usable(index, generation, raw)
+        stale = len(index) - len(slots)
+        if len(slots):
+            self._store_priorities(slots, steps, raw[usable])
+        if stale:
+            self._state["stale_priorities"] += stale
+        return stale
+
+    def _usable(
+        self, index: Array, generation: Array, raw: Array
+    ) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
+        inside = (index >= 0) & (index < self.capacity_steps)
+        slots, steps = np.divmod(np.where(inside, index, 0), self.segment_steps)
+        same = (generation == self._ring.commit[slots]) & (generation != 0)
+        drawable = steps < self._ring.metadata["owned"][slots]
+        usable = inside & same & drawable & np.isfinite(raw) & (raw >= 0)
+        return slots[usable], steps[usable], usable
+
+    def _store_priorities(self, slots: Ints, steps: Ints, raw: Array) -> None:
+        self._ring.priorities[slots, steps] = raw
+        # Read back, so that of a row that occurs twice the tree takes the value that the file kept.
+        self._tree.set(slots * self.segment_steps + steps, self._leaves(self._ring.priorities[slots, steps]))
+        if (highest := float(raw.max())) > self.max_priority:
+            self._state["max_priority"] = highest
+
+    def _leaves(self, raw: Array) -> Floats:
+        return (raw.astype(np.float64) + self.priority_epsilon) ** self.alpha
+
+    # --- coming back --------------------------------------------------------------------------------------
+
+    def _recover(self, now: float) -> None:
+        valid = self._ring.valid_slots()
+        self._streams.recover(self._ring.metadata[valid], now)
+        self._state["max_priority"] = self.max_priority or FIRST_PRIORITY
+        self._recover_priorities(valid)
+        self._recover_limiter(valid)
+
+    def _recover_priorities(self, valid: Ints) -> None:
+        ring, leaves = self._ring, np.zeros((self._ring.slots, self.segment_steps))
+        foreign = valid[ring.priority_generation[valid] != ring.commit[valid]]
+        ring.priorities[foreign] = self.max_priority
+        ring.priority_generation[foreign] = ring.commit[foreign]
+        raw = ring.priorities[valid]
+        raw = np.where(np.isfinite(raw) & (raw >= 0), raw, np.float32(self.max_priority))
+        drawable = np.arange(self.segment_steps) < ring.metadata["owned"][valid][:, None]
+        leaves[valid] = np.where(drawable, self._leaves(raw), 0.0)
+        self._tree.rebuild(leaves.ravel())
+
+    def _recover_limiter(self, valid: Ints) -> None:
+        limiter, state = self.limiter, self._state
+        limiter.drawable_steps = int(self._ring.metadata["owned"][valid].sum())
+        limiter.inserted_steps = self._streams.stored_steps
+        limiter.sampled_steps = state["sampled_steps"]
+        limiter.full = len(valid) == self._ring.slots
+        limiter.offset = state["limiter_offset"]
+        before = (state["samples_per_insert"], state["min_steps"])
+        if before not in ((0.0, 0), (limiter.samples_per_insert, limiter.min_steps)):
+            limiter.rebase()
+        self._keep_limiter()
+
+    def _keep_limiter(self) -> None:
+        self._state["limiter_offset"] = self.limiter.offset
+        self._state["samples_per_insert"] = self.limiter.samples_per_insert
+        self._state["min_steps"] = self.limiter.min_steps
+
+    # --- what others ask ----------------------------------------------------------------------------------
+
+    @property
+    def drawable_steps(self) -> int:
+        return self.limiter.drawable_steps
+
+    @property
+    def capacity_steps(self) -> int:
+        return self._ring.slots * self.segment_steps
+
+    @property
+    def inserted_steps(self) -> int:
+        return self.limiter.inserted_steps
+
+    @property
+    def sampled_steps(self) -> int:
+        return self.limiter.sampled_steps
+
+    @property
+    def max_priority(self) -> float:
+        return float(self._state["max_priority"])
+
+    def mark(self, incarnation: str) -> int:
+        """The last number of this stream that is stored."""
+        return self._streams.mark(incarnation)
+
+    def report(self, incarnation: str, produced: int, final: bool, now: float) -> None:
+        """An actor's own count."""
+        self._streams.report(incarnation, produced, final, now)
+
+    def check_token(self, number: int) -> None:
+        """Remembers the highest token and refuses lower ones."""
+        highest = self._state["token"]
+        if number < highest:
+            raise StaleToken(
+                f"token {number} for {self.agent!r}, where {highest} has been seen; ask for a new lease"
+            )
+        if number > highest:
+            self._state["token"] = number
+
+    def forgive(self) -> None:
+        """Writes off samples that are owed while no learner lives."""
+        self.limiter.forgive()
+        self._keep_limiter()
+
+    def adjust_limiter(
+        self,
+        *,
+        min_steps: int | None = None,
+        samples_per_insert: float | None = None,
+        tolerance_samples: float | None = None,
+    ) -> None:
+        self.limiter.adjust(
+            min_steps=min_steps, samples_per_insert=samples_per_insert, tolerance_samples=tolerance_samples
+        )
+        self._keep_limiter()
+
+    def ledger(self, now: float, lease_s: float, closing: bool = False) -> dict[str, int]:
+        """This agent's share of every figure of the `Ledger` message."""
+        return {
+            **asdict(self._streams.ledger(now, lease_s, closing)),
+            "duplicates_dropped": self._state["duplicates_dropped"],
+            "stored_twice": self._ring.stored_twice(),
+        }
+
+    def stats(self) -> dict[str, float]:
+        """The figures of `BufferStats` that a buffer knows by itself."""
+        return {
+            "drawable_steps": self.drawable_steps,
+            "capacity_steps": self.capacity_steps,
+            "inserted_steps": self.inserted_steps,
+            "sampled_steps": self.sampled_steps,
+            "stale_priorities": self._state["stale_priorities"],
+            "max_priority": self.max_priority,
+        }
+
+    def counters(self) -> dict[str, int]:
+        """What had to be refused or dropped so far, in steps (damaged slots in slots)."""
+        return {name: self._state[name] for name in ("duplicates_dropped", "gaps_dropped", "damaged_slots")}
+
+    def sync(self) -> None:
+        """Puts everything on the disk; from any thread."""
+        self._ring.sync()
+        self._streams.sync()
+
+
+def _monotonic(now: float | None) -> float:
+    return time.monotonic() if now is None else now
+
+
+def _philox_key(seed: int, agent: str) -> npt.NDArray[np.uint64]:
+    digest = hashlib.blake2b(f"{seed}/{agent}".encode(), digest_size=16).digest()
+    return np.frombuffer(digest, "<u8").astype(np.uint64)
+
+
+def _check_update(index: Array, generation: Array, priority: Array) -> None:
+    wanted = ((index, "int64"), (generation, "uint64"), (priority, "float32 or float64"))
+    for array, dtype in wanted:
+        if array.ndim != 1 or array.dtype.name not in dtype.split(" or ") or len(array) != len(index):
+            raise SpecMismatch(
+                f"a priority update with {array.dtype}{list(array.shape)} where {dtype}[n] was expected"
+            )

@@ -1,0 +1,83 @@
+"""Owns the balance between inserts and samples of one agent: who has to wait, and why, in words.
+
+Once `min_steps` are in, each further step pays for `samples_per_insert` samples. `ahead` is what is paid for
+and not yet drawn: the actors are ahead while it is above the tolerance, the learner while a draw would take
+it below minus the tolerance. Filling up to min_steps pays for nothing, so it leaves no debt. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+
+class Limiter:
+    """The counts it needs are attributes, kept up to date by the buffer."""
+
+    def __init__(self, min_steps: int, samples_per_insert: float, tolerance_samples: float) -> None:
+        self.min_steps = min_steps
+        self.samples_per_insert = samples_per_insert
+        self.tolerance_samples = tolerance_samples
+        self.inserted_steps = 0
+        self.sampled_steps = 0
+        self.drawable_steps = 0
+        self.full = False
+        self.offset = 0.0  # samples forgiven (below 0) or granted (above 0) so far
+
+    @property
+    def ahead(self) -> float:
+        """Samples that inserts have paid for and nobody has drawn yet; below 0 the learner is ahead."""
+        return (
+            (self.inserted_steps - self.min_steps) * self.samples_per_insert
+            - self.sampled_steps
+            + self.offset
+        )
+
+    @property
+    def filled(self) -> bool:
+        # Short segments leave part of their slots empty: a ring can be full with fewer than min_steps in it,
+        # and then waiting for more would never end.
+        return self.drawable_steps >= self.min_steps or (self.full and self.drawable_steps > 0)
+
+    def can_sample(self, batch_size: int) -> bool:
+        # While inserts are held a draw is always allowed, even one larger than both tolerances together:
+        # so at any moment at least one side can go on.
+        return self.filled and (self.inserts_ahead() or self.ahead - batch_size >= -self.tolerance_samples)
+
+    def inserts_ahead(self) -> bool:
+        """Whether acknowledgements should be held back."""
+        return self.filled and self.ahead > self.tolerance_samples
+
+    def reason(self, batch_size: int = 1) -> str:
+        """Who waits for what, for people; empty when nobody has to wait."""
+        if not self.filled:
+            return f"{self.min_steps - self.drawable_steps:,} more steps wanted before batches flow"
+        if self.inserts_ahead():
+            return f"actors are {round(self.ahead):,} samples ahead of the learner"
+        if not self.can_sample(batch_size):
+            return f"the learner is {round(batch_size - self.ahead):,} samples ahead of the actors"
+        return ""
+
+    def forgive(self) -> None:
+        """Writes off what nobody was there to draw, so that a returning learner does not stop the actors."""
+        self.offset -= max(0.0, self.ahead - self.tolerance_samples)
+
+    def rebase(self) -> None:
+        """Starts the balance anew: the past was paced by another ratio and says nothing about this one."""
+        missing = max(0, self.min_steps - self.inserted_steps)
+        self.offset -= self.ahead + missing * self.samples_per_insert
+
+    def adjust(
+        self,
+        *,
+        min_steps: int | None = None,
+        samples_per_insert: float | None = None,
+        tolerance_samples: float | None = None,
+    ) -> None:
+        """New settings while running."""
+        if tolerance_samples is not None:
+            self.tolerance_samples = tolerance_samples
+        if min_steps is None and samples_per_insert is None:
+            return
+        self.min_steps = self.min_steps if min_steps is None else min_steps
+        self.samples_per_insert = (
+            self.samples_per_insert if samples_per_insert is None else samples_per_insert
+        )
+        self.rebase()

@@ -1,0 +1,322 @@
+"""Owns one agent's stored rows: a ring of segment slots in memory-mapped files that outlive the process.
+
+A slot is made invalid first, then come its rows, then its metadata, and it becomes valid with one 8-byte
+store of its generation: that is the commit. After `kill -9` the operating system still has every byte;
+`recover` checks each slot against its checksum and drops what does not fit. One process at a time opens it.
+
+Next: services/learner/service.py
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from shared.codec import checksum
+from shared.errors import ConfigError
+from shared.messages import Segment
+from shared.specs import AgentSpec
+
+log = structlog.get_logger(__name__)
+
+Array = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
+
+METADATA = np.dtype(
+    [
+        ("incarnation", "<u8", (2,)),
+        ("sequence", "<u8"),
+        ("generation", "<u8"),
+        ("stored_after", "<u8"),  # steps of this stream that are stored once this segment is
+        ("produced_after", "<u8"),  # what its actor said it had produced by then
+        ("actor_index", "<u8"),
+        ("env_slot", "<u8"),
+        ("epoch", "<u8"),
+        ("before", "<u4"),
+        ("owned", "<u4"),
+        ("rows", "<u4"),
+        ("checksum", "<u4"),
+    ]
+)
+STATE = np.dtype(
+    [
+        ("openings", "<u8"),
+        ("max_priority", "<f8"),
+        ("sampled_steps", "<u8"),
+        ("token", "<u8"),
+        ("duplicates_dropped", "<u8"),
+        ("gaps_dropped", "<u8"),
+        ("stale_priorities", "<u8"),
+        ("damaged_slots", "<u8"),
+        ("limiter_offset", "<f8"),
+        ("samples_per_insert", "<f8"),
+        ("min_steps", "<u8"),
+    ]
+)
+
+
+def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """The file as an array, made (sparse, zeros) or extended to the size it needs."""
+    size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        os.ftruncate(handle, size)
+        return np.ndarray(shape, dtype, buffer=mmap.mmap(handle, size))
+    finally:
+        os.close(handle)
+
+
+def sync_file(path: Path) -> None:
+    """Puts a file's mapped pages on the disk; from any thread, since it only needs the path."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(handle)
+    finally:
+        os.close(handle)
+
+
+def incarnation_words(incarnation: str) -> tuple[int, int]:
+    """The 32 hex digits as the two numbers that are stored."""
+    return int(incarnation[:16], 16), int(incarnation[16:], 16)
+
+
+def incarnation_text(words: Array) -> str:
+    """And back."""
+    return f"{int(words[0]):016x}{int(words[1]):016x}"
+
+
+class State:
+    """The few numbers of an agent that must outlive the process, each updated in place with one store."""
+
+    def __init__(self, path: Path) -> None:
+        record = map_array(path, STATE, (1,))
+        self._fields = {name: record[name] for name in STATE.names or ()}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name][0].item()
+
+    def __setitem__(self, name: str, value: float) -> None:
+        self._fields[name][0] = value
+
+
+class Ring:
+    """`slots` segments of one agent, the newest overwriting the oldest."""
+
+    def __init__(self, directory: Path, spec: AgentSpec, slots: int, segment_steps: int, n_step: int) -> None:
+        self.directory, self.spec = directory, spec
+        self.slots, self.segment_steps, self.n_step = slots, segment_steps, n_step
+        self.slot_rows = (spec.stack - 1) + segment_steps + n_step
+        directory.mkdir(parents=True, exist_ok=True)
+        _check_layout(directory / "layout.json", spec, slots, segment_steps, n_step)
+        # One row more than the slots need: never written, it stands for the frames before an episode began.
+        self.zero_row = slots * self.slot_rows
+        self.columns = {
+            column.name: map_array(
+                self._column_path(column.name), column.dtype.numpy, (self.zero_row + 1, *column.shape)
+            )
+            for column in spec.columns
+        }
+        self.metadata = map_array(directory / "metadata", METADATA, (slots,))
+        self.commit = map_array(directory / "commit", np.dtype("<u8"), (slots,))
+        priority = np.dtype([("generation", "<u8"), ("raw", "<f4", (segment_steps,))], align=True)
+        priorities = map_array(directory / "priorities", priority, (slots,))
+        self.priority_generation, self.priorities = priorities["generation"], priorities["raw"]
+        self.state = State(directory / "state")
+        self.generation = 0
+        self.next_slot = 0
+        self.recover()
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def insert(
+        self, segment: Segment, arrays: Mapping[str, Array], stored_after: int, priority: float
+    ) -> int:
+        """Puts a segment in the place of the oldest and commits it; the slot it got."""
+        slot = self.next_slot
+        self.evict()
+        self.generation += 1
+        self._write_rows(slot, arrays)
+        self._write_metadata(slot, segment, stored_after)
+        self._write_priorities(slot, priority)
+        self._commit(slot)
+        self.next_slot = (slot + 1) % self.slots
+        return slot
+
+    def evict(self) -> int:
+        """Makes the next victim invalid; how many steps that took away."""
+        freed = int(self.metadata["owned"][self.next_slot]) if self.commit[self.next_slot] else 0
+        self._invalidate(self.next_slot)
+        return freed
+
+    def _invalidate(self, slot: int) -> None:
+        self.commit[slot] = 0
+
+    def _write_rows(self, slot: int, arrays: Mapping[str, Array]) -> None:
+        start = slot * self.slot_rows
+        for name, column in self.columns.items():
+            array = arrays[name]
+            column[start : start + len(array)] = array
+
+    def _write_metadata(self, slot: int, segment: Segment, stored_after: int) -> None:
+        self.metadata[slot] = (
+            incarnation_words(segment.incarnation),
+            segment.sequence,
+            self.generation,
+            stored_after,
+            segment.produced_steps,
+            segment.actor_index,
+            segment.slot,
+            segment.epoch,
+            segment.before,
+            segment.owned,
+            segment.rows,
+            segment.checksum,
+        )
+
+    def _write_priorities(self, slot: int, priority: float) -> None:
+        self.priorities[slot] = priority
+        self.priority_generation[slot] = self.generation
+
+    def _commit(self, slot: int) -> None:
+        self.commit[slot] = self.generation
+
+    # --- coming back --------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Drops damaged slots and finds where to go on."""
+        for slot in self.valid_slots().tolist():
+            if problem := self._problem(slot):
+                self._invalidate(slot)
+                self.state["damaged_slots"] += 1
+                log.warning("slot dropped", directory=self.directory.name, slot=slot, problem=problem)
+        valid = self.valid_slots()
+        newest = valid[self.commit[valid].argmax()] if valid.size else -1
+        self.next_slot = (int(newest) + 1) % self.slots
+        self._start_generations()
+
+    def _start_generations(self) -> None:
+        # A learner may hold generations of slots that a power cut took back, so the metadata alone cannot say
+        # which were given out. Each opening gets a number of its own, on the disk before the first insert;
+        # it is the upper half of the generations that follow.
+        highest = int(self.metadata["generation"].max()) >> 32
+        self.state["openings"] = max(self.state["openings"], highest) + 1
+        sync_file(self.directory / "state")
+        self.generation = self.state["openings"] << 32
+
+    def _problem(self, slot: int) -> str:
+        record = self.metadata[slot]
+        before, owned, rows = (int(record[name]) for name in ("before", "owned", "rows"))
+        if record["generation"] != self.commit[slot]:
+            return f"generation {record['generation']} under commit {self.commit[slot]}"
+        if problem := self.misfit(before, owned, rows):
+            return problem
+        found = checksum(self.slot_arrays(slot).values())
+        return "" if found == record["checksum"] else f"checksum {found}, not {record['checksum']}"
+
+    def misfit(self, before: int, owned: int, rows: int) -> str:
+        """Why a segment of these lengths does not fit into a slot; empty if it does."""
+        if not 0 <= before <= self.spec.stack - 1:
+            return (
+                f"{before} rows before the owned ones, where at most stack - 1 = {self.spec.stack - 1} can be"
+            )
+        if not 1 <= owned <= self.segment_steps:
+            return f"{owned} owned steps, where 1 to {self.segment_steps} can be"
+        after = rows - before - owned
+        if not 1 <= after <= self.n_step:
+            return f"{after} rows after the owned ones, where 1 to n_step = {self.n_step} can be"
+        return ""
+
+    def slot_arrays(self, slot: int) -> dict[str, Array]:
+        """A slot's arrays as they came over the wire, as views."""
+        start, rows = slot * self.slot_rows, int(self.metadata["rows"][slot])
+        lengths = {column.name: rows - (column.per == "step") for column in self.spec.columns}
+        return {name: self.columns[name][start : start + length] for name, length in lengths.items()}
+
+    def valid_slots(self) -> Ints:
+        return np.flatnonzero(self.commit)
+
+    def stored_twice(self) -> int:
+        """Steps in valid slots whose segment lies in another slot too, the first copy not counted."""
+        seen: set[tuple[int, int, int]] = set()
+        twice = 0
+        for record in self.metadata[self.valid_slots()]:
+            key = (*record["incarnation"].tolist(), int(record["sequence"]))
+            twice += int(record["owned"]) if key in seen else 0
+            seen.add(key)
+        return twice
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def stacks(self, slots: Ints, newest: Ints) -> Array:
+        """The `stack` frames up to row `newest` of each slot, zeros before the episode began."""
+        frames = newest[..., None] + np.arange(1 - self.spec.stack, 1)  # [..., stack]
+        # A segment carries every frame that exists of its stacks: below its row 0 the episode had not begun.
+        flat = np.where(frames < 0, self.zero_row, frames + (slots * self.slot_rows)[..., None])
+        return self.columns["observation"].take(flat, axis=0, mode="clip")
+
+    def take(self, name: str, flat_rows: Ints) -> Array:
+        return self.columns[name].take(flat_rows, axis=0, mode="clip")
+
+    def sync(self) -> None:
+        """Puts everything on the disk, commits after what they commit; from any thread."""
+        for column in self.spec.columns:
+            sync_file(self._column_path(column.name))
+        for name in ("metadata", "priorities", "commit", "state"):
+            sync_file(self.directory / name)
+
+    def _column_path(self, name: str) -> Path:
+        return self.directory / f"{name}.column"
+
+
+def _check_layout(path: Path, spec: AgentSpec, slots: int, segment_steps: int, n_step: int) -> None:
+    wanted = {
+        "format": 1,
+        "spec": spec.model_dump(mode="json"),
+        "slots": slots,
+        "segment_steps": segment_steps,
+        "n_step": n_step,
+    }
+    if empty := [column.name for column in spec.columns if column.row_items == 0]:
+        raise ConfigError(f"{empty[0]} has a shape without any values; nothing of it could be stored")
+    if not path.exists():
+        _write_layout(path, json.dumps(wanted, indent=1))
+        return
+    found = _read_layout(path)
+    differences = [
+        f"{key} is {found.get(key)} there and {value} here"
+        for key, value in wanted.items()
+        if found.get(key) != value
+    ]
+    if differences:
+        raise ConfigError(
+            f"the replay files in {path.parent} were made for another config: {'; '.join(differences)}. "
+            "Set it back, or start a new run directory"
+        )
+
+
+def _read_layout(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path} is damaged, so the files beside it cannot be read; start a new run directory"
+        )
+    return found
+
+
+def _write_layout(path: Path, text: str) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    sync_file(draft)
+    draft.replace(path)
+    sync_file(path.parent)

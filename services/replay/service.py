@@ -1,0 +1,433 @@
+"""The replay service: takes segments in on a PULL, serves batches on a ROUTER, and never stops reading either.
+
+One AgentBuffer for each of its agents. A sample request is held until it can be served or its deadline passes.
+A segment is acknowledged after its commit; while the limiter says that inserts run ahead, acknowledgements are
+withheld, which makes actors wait once their windows are full. Without a live learner nothing is withheld.
+
+Next: services/replay/ring.py
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pydantic
+
+from services.replay.buffer import AgentBuffer
+from shared.codec import Arrays
+from shared.config import Config
+from shared.errors import BadMessage, Refused
+from shared.links.requests import Incoming, RequestReceiver
+from shared.links.segments import SegmentReceiver
+from shared.logs import get_logger
+from shared.messages import (
+    Batch,
+    BufferStats,
+    Ledger,
+    LedgerRequest,
+    LimiterStats,
+    Mark,
+    PriorityUpdate,
+    ReplayStats,
+    ReplayStatsRequest,
+    RunNotice,
+    RunState,
+    SampleRequest,
+    Segment,
+    StreamMarks,
+    StreamReport,
+    Token,
+)
+from shared.placement import replay_of
+from shared.service import Service
+from shared.specs import AgentSpec
+
+log = get_logger()
+
+TICK_S = 0.25
+GAP_PAUSE_S = 0.2  # a stream with a gap is told so at most this often
+BATCHES_A_TURN = 8  # for one agent, before segments get their turn
+REMEMBERED_DRAWS = 256
+
+_SPECS: pydantic.TypeAdapter[dict[str, AgentSpec]] = pydantic.TypeAdapter(dict[str, AgentSpec])
+
+
+@dataclass(slots=True)
+class HeldSample:
+    """A sample request that waits for its turn."""
+
+    peer: bytes
+    message: SampleRequest
+    until: float
+
+
+@dataclass(slots=True)
+class AgentDesk:
+    """One agent's buffer with everybody who waits at it."""
+
+    buffer: AgentBuffer
+    held: deque[HeldSample] = field(default_factory=deque)
+    served: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED_DRAWS))
+    withheld: set[str] = field(default_factory=set)  # incarnations whose acknowledgements wait
+    learner_heard: float = -1e9
+    absent: bool = True  # no learner: what inserts run ahead is forgiven when one comes
+    blocked: str = ""
+    blocked_since: float = 0.0
+
+
+class ReplayService(Service):
+    """The buffers of some agents, with their links."""
+
+    name = "replay"
+
+    def __init__(self, config: Config, run_dir: Path, instance: str, number: int = 0) -> None:
+        super().__init__(config, run_dir, instance)
+        self.number = number
+        self.directory = run_dir / "replay"
+        self.desks: dict[str, AgentDesk] = {}
+        self.acknowledged: dict[tuple[str, str], int] = {}  # (incarnation, agent): last number acknowledged
+        self.dirty: dict[str, set[str]] = {}  # incarnation: agents whose marks moved this turn
+        self.gap_told: dict[tuple[str, str], float] = {}
+        self.leases: RunNotice | None = None
+        self.counters: Counter[str] = Counter()
+        self.syncer = ThreadPoolExecutor(1, "sync")
+        self.syncing: Future[None] | None = None
+        self._rates = (time.monotonic(), 0, 0)
+
+    # --- start ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """A restarted replay knows its run and its agents from its own files and waits for nobody."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        known = self._read_known()
+        if known is None:
+            self.join()
+            specs = self.get_specs()
+            self._write_known(self.params.run, specs)
+        else:
+            run, specs = known
+            self.join_known(run)
+        for agent, spec in specs.items():
+            if replay_of(self.config, specs, agent) == self.number:
+                self.desks[agent] = AgentDesk(self._open_buffer(agent, spec))
+        self._open_links()
+        self.loop.every(TICK_S, self.tick)
+        self.loop.every(self.config.replay.sync_s, self._sync)
+
+    def _open_buffer(self, agent: str, spec: AgentSpec) -> AgentBuffer:
+        replay, learner = self.config.replay, self.config.learner_for(agent)
+        burst_steps = self.config.actor.envs * self.config.segment_steps  # all slots' epochs end together
+        started = time.monotonic()
+        buffer = AgentBuffer(
+            self.directory / agent,
+            agent,
+            spec,
+            capacity_steps=replay.capacity_steps,
+            segment_steps=self.config.segment_steps,
+            n_step=learner.n_step,
+            gamma=learner.gamma,
+            alpha=learner.priority.alpha,
+            priority_epsilon=learner.priority.epsilon,
+            min_steps=replay.min_steps,
+            samples_per_insert=replay.samples_per_insert,
+            tolerance_samples=replay.tolerance * learner.batch_size + burst_steps * replay.samples_per_insert,
+            seed=self.config.seed,
+        )
+        log.info("buffer open", agent=agent, steps=buffer.drawable_steps, took_s=round(time.monotonic() - started, 3))
+        return buffer
+
+    def _open_links(self) -> None:
+        endpoints = self.config.endpoints.replay[self.number]
+        limit, run = self.config.limits.max_message_bytes, self.params.run
+        handlers = {
+            "stream_report": self.on_stream_report,
+            "sample_request": self.on_sample_request,
+            "priority_update": self.on_priority_update,
+            "replay_stats_request": self.on_replay_stats_request,
+            "ledger_request": self.on_ledger_request,
+        }
+        self.requests = RequestReceiver(
+            self.context, self.loop, endpoints.requests, handlers, name="replay", max_message_bytes=limit
+        )
+        self.requests.run = run
+        self.segments = SegmentReceiver(
+            self.context, self.loop, endpoints.segments, self.on_segment, run=run, max_message_bytes=limit
+        )
+
+    @property
+    def _known_path(self) -> Path:
+        return self.directory / f"service-{self.number}.json"
+
+    def _read_known(self) -> tuple[str, dict[str, AgentSpec]] | None:
+        try:
+            known = json.loads(self._known_path.read_text())
+            return known["run"], _SPECS.validate_python(known["specs"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError) as error:
+            log.warning("what replay knew of its run is unreadable; asking the parameter server", reason=str(error))
+            return None
+
+    def _write_known(self, run: str, specs: dict[str, AgentSpec]) -> None:
+        temporary = self._known_path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"run": run, "specs": _SPECS.dump_python(specs, mode="json")}))
+        temporary.replace(self._known_path)
+
+    # --- the loop ---------------------------------------------------------------------------------------
+
+    def work(self) -> bool:
+        """After each turn: batches that can be served now, then acknowledgements of what was stored."""
+        more = False
+        for agent, desk in self.desks.items():
+            more |= self._serve(agent, desk)
+        self._acknowledge()
+        return more
+
+    def ends_with(self, state: RunState) -> bool:
+        """Never: it answers for its ledger until it is told to end."""
+        return False
+
+    def tick(self) -> None:
+        """What depends on time: deadlines of held requests, learners that fell silent."""
+        now = time.monotonic()
+        for agent, desk in self.desks.items():
+            while desk.held and desk.held[0].until <= now:
+                held = desk.held.popleft()
+                reason = desk.buffer.limiter.reason(held.message.batch_size) or f"the run is {self.state}"
+                self.requests.refuse(held.peer, held.message, Refused("deadline", f"no batch in time: {reason}"))
+            if desk.withheld and not self._holds_back(agent, desk, now):
+                self._release_withheld(agent, desk)
+            self._note_blocked(desk, now)
+
+    # --- segments ---------------------------------------------------------------------------------------
+
+    def on_segment(self, segment: Segment, arrays: Arrays) -> None:
+        desk = self.desks.get(segment.agent)
+        if desk is None:
+            raise BadMessage(f"a segment of agent {segment.agent!r}; kept here are {', '.join(self.desks)}")
+        verdict = desk.buffer.insert(segment, arrays)
+        if verdict == "gap":
+            self._tell_gap(segment.incarnation, segment.agent, desk)
+        else:
+            self.dirty.setdefault(segment.incarnation, set()).add(segment.agent)
+
+    def _tell_gap(self, incarnation: str, agent: str, desk: AgentDesk) -> None:
+        now = time.monotonic()
+        if now - self.gap_told.get((incarnation, agent), -1e9) < GAP_PAUSE_S:
+            return
+        self.gap_told[incarnation, agent] = now
+        mark = self._mark(incarnation, agent, desk).model_copy(update={"gap": True})
+        self.requests.reply(incarnation.encode(), StreamMarks(incarnation=incarnation, marks={agent: mark}))
+
+    def _acknowledge(self) -> None:
+        """One message for each actor whose streams moved; its socket's identity is its incarnation."""
+        dirty, self.dirty = self.dirty, {}
+        for incarnation, agents in dirty.items():
+            self.requests.reply(incarnation.encode(), self._marks(incarnation, agents))
+
+    def _marks(self, incarnation: str, agents: set[str], request: int = 0) -> StreamMarks:
+        now = time.monotonic()
+        marks, reasons = {}, []
+        for agent in agents:
+            desk = self.desks[agent]
+            if self._holds_back(agent, desk, now):
+                desk.withheld.add(incarnation)
+                reasons.append(f"{agent}: {desk.buffer.limiter.reason()}")
+            else:
+                self.acknowledged[incarnation, agent] = desk.buffer.mark(incarnation)
+            marks[agent] = self._mark(incarnation, agent, desk)
+        return StreamMarks(request=request, incarnation=incarnation, marks=marks, waiting_for="; ".join(reasons))
+
+    def _mark(self, incarnation: str, agent: str, desk: AgentDesk) -> Mark:
+        acknowledged = self.acknowledged.get((incarnation, agent), 0)
+        return Mark(stored=desk.buffer.mark(incarnation), acknowledged=acknowledged)
+
+    def _holds_back(self, agent: str, desk: AgentDesk, now: float) -> bool:
+        """Whether the limiter may make actors wait: only while somebody is there to draw."""
+        return (
+            desk.buffer.limiter.inserts_ahead()
+            and self.state in ("running", "paused")
+            and self._learner_lives(agent, desk, now)
+        )
+
+    def _learner_lives(self, agent: str, desk: AgentDesk, now: float) -> bool:
+        lease = self.leases.learners.get(agent) if self.leases else None
+        if lease is not None and not lease.live:
+            return False
+        if self.state == "paused":
+            return True
+        return now - desk.learner_heard < self.config.param_server.lease_s
+
+    def _release_withheld(self, agent: str, desk: AgentDesk) -> None:
+        for incarnation in desk.withheld:
+            self.dirty.setdefault(incarnation, set()).add(agent)
+        desk.withheld.clear()
+
+    def on_stream_report(self, message: StreamReport, incoming: Incoming) -> None:
+        now = time.monotonic()
+        for agent, produced in message.produced_steps.items():
+            if agent not in self.desks:
+                raise Refused("wrong_replay", f"agent {agent!r} is not kept here; kept are {', '.join(self.desks)}")
+            self.desks[agent].buffer.report(message.incarnation, produced, message.final, now)
+        marks = self._marks(message.incarnation, set(message.produced_steps), message.request)
+        self.requests.reply(incoming.peer, marks)
+
+    # --- batches ----------------------------------------------------------------------------------------
+
+    def on_sample_request(self, message: SampleRequest, incoming: Incoming) -> None:
+        desk = self._desk_of(message.token, incoming.peer)
+        held = ((sample.message.token, sample.message.draw) for sample in desk.held)
+        if (message.token, message.draw) in held:
+            return  # the learner repeats itself
+        desk.held.append(HeldSample(incoming.peer, message, time.monotonic() + 0.9 * message.deadline_s))
+
+    def _serve(self, agent: str, desk: AgentDesk) -> bool:
+        """Serves what the limiter allows; True when it stopped for fairness alone."""
+        for _ in range(BATCHES_A_TURN):
+            if not desk.held or self.state in ("paused", "finished"):
+                return False
+            sample = desk.held[0]
+            repeated = (sample.message.token.number, sample.message.draw) in desk.served
+            if not repeated and not desk.buffer.limiter.can_sample(sample.message.batch_size):
+                return False
+            desk.held.popleft()
+            self._serve_one(desk, sample, repeated)
+            if desk.withheld and not desk.buffer.limiter.inserts_ahead():
+                self._release_withheld(agent, desk)
+        return bool(desk.held)
+
+    def _serve_one(self, desk: AgentDesk, sample: HeldSample, repeated: bool) -> None:
+        message = sample.message
+        try:
+            desk.buffer.check_token(message.token.number)  # a newer learner may have come while it was held
+            arrays = desk.buffer.draw(message.draw, message.batch_size, message.beta, count=not repeated)
+        except Refused as error:
+            self.requests.refuse(sample.peer, message, error)
+            return
+        desk.served.append((message.token.number, message.draw))
+        self.counters["batches"] += 1
+        batch = Batch(request=message.request, token=message.token, draw=message.draw)
+        self.requests.reply(sample.peer, batch, arrays)
+
+    def on_priority_update(self, message: PriorityUpdate, incoming: Incoming) -> None:
+        desk = self._desk_of(message.token, incoming.peer)
+        arrays = incoming.received.arrays
+        if set(arrays) != {"index", "generation", "priority"}:
+            raise BadMessage(f"a priority update with arrays {sorted(arrays)}")
+        desk.buffer.update_priorities(arrays["index"], arrays["generation"], arrays["priority"])
+
+    def _desk_of(self, token: Token, peer: bytes) -> AgentDesk:
+        """The agent's desk, for the learner that holds its newest lease and nobody else."""
+        desk = self.desks.get(token.agent)
+        if desk is None:
+            raise Refused("wrong_replay", f"agent {token.agent!r} is not kept here; kept are {', '.join(self.desks)}")
+        lease = self.leases.learners.get(token.agent) if self.leases else None
+        if lease is not None and token.number == lease.number and peer != lease.incarnation.encode():
+            raise Refused("wrong_agent", f"the lease of {token.agent!r} is held by another learner than you")
+        desk.buffer.check_token(token.number)
+        desk.learner_heard = time.monotonic()
+        if desk.absent:
+            desk.absent = False
+            desk.buffer.forgive()
+        return desk
+
+    def on_run_notice(self, notice: RunNotice) -> None:
+        self.leases = notice
+        now = time.monotonic()
+        for agent, desk in self.desks.items():
+            if not self._learner_lives(agent, desk, now):
+                desk.absent = True
+            lease = notice.learners.get(agent)
+            if lease is not None and lease.number:
+                desk.buffer.note_token(lease.number)
+
+    # --- figures ----------------------------------------------------------------------------------------
+
+    def _note_blocked(self, desk: AgentDesk, now: float) -> None:
+        blocked = "inserts" if desk.withheld else "samples" if desk.held else ""
+        if blocked != desk.blocked:
+            desk.blocked, desk.blocked_since = blocked, now
+
+    def on_replay_stats_request(self, message: ReplayStatsRequest, incoming: Incoming) -> None:
+        now = time.monotonic()
+        buffers = {agent: self._buffer_stats(desk, now) for agent, desk in self.desks.items()}
+        counters = self.counters + self.requests.counters + self.segments.counters
+        for desk in self.desks.values():
+            counters.update(desk.buffer.counters())
+        self.requests.reply(
+            incoming.peer, ReplayStats(request=message.request, buffers=buffers, counters=dict(counters))
+        )
+
+    def _buffer_stats(self, desk: AgentDesk, now: float) -> BufferStats:
+        self._note_blocked(desk, now)
+        batch_size = desk.held[0].message.batch_size if desk.held else 1
+        limiter = LimiterStats(
+            blocked=desk.blocked,  # type: ignore[arg-type]
+            reason=desk.buffer.limiter.reason(batch_size) if desk.blocked else "",
+            since_s=now - desk.blocked_since if desk.blocked else 0.0,
+        )
+        return BufferStats(held_requests=len(desk.held), limiter=limiter, **desk.buffer.stats())  # type: ignore[arg-type]
+
+    def on_ledger_request(self, message: LedgerRequest, incoming: Incoming) -> None:
+        now, lease_s = time.monotonic(), self.config.param_server.lease_s
+        total: Counter[str] = Counter()
+        for desk in self.desks.values():
+            total.update(desk.buffer.ledger(now, lease_s, message.closing))
+        fields = {name: total[name] for name in Ledger.model_fields if name in total}
+        self.requests.reply(incoming.peer, Ledger(request=message.request, **fields))  # type: ignore[arg-type]
+
+    def metrics(self) -> dict[str, float]:
+        if not self.ready:
+            return {}
+        inserted = sum(desk.buffer.inserted_steps for desk in self.desks.values())
+        sampled = sum(desk.buffer.sampled_steps for desk in self.desks.values())
+        now, (since, inserted_before, sampled_before) = time.monotonic(), self._rates
+        elapsed_s = max(now - since, 1e-6)
+        self._rates = (now, inserted, sampled)
+        figures = {
+            "inserts_per_s": (inserted - inserted_before) / elapsed_s,
+            "samples_per_s": (sampled - sampled_before) / elapsed_s,
+            "bad_segments": float(self.segments.counters["bad_segments"]),
+        }
+        for agent, desk in self.desks.items():
+            figures[f"fill.{agent}"] = desk.buffer.drawable_steps / desk.buffer.capacity_steps
+            figures[f"steps.{agent}"] = float(desk.buffer.drawable_steps)
+            figures[f"held.{agent}"] = float(len(desk.held))
+            figures[f"withheld.{agent}"] = float(len(desk.withheld))
+        return figures
+
+    def set_values(self, values: dict[str, float]) -> None:
+        """`samples_per_insert` and `min_steps` can be changed while running."""
+        known = {"samples_per_insert", "min_steps", "tolerance_samples"}
+        if set(values) - known:
+            log.warning("unknown settings ignored", unknown=sorted(set(values) - known), known=sorted(known))
+        for desk in self.desks.values():
+            desk.buffer.adjust_limiter(
+                samples_per_insert=values.get("samples_per_insert"),
+                tolerance_samples=values.get("tolerance_samples"),
+                min_steps=int(values["min_steps"]) if "min_steps" in values else None,
+            )
+
+    # --- disk -------------------------------------------------------------------------------------------
+
+    def _sync(self) -> None:
+        """Puts the files on the disk in a thread: a slow disk must not hold up a batch."""
+        if self.syncing is not None:
+            if not self.syncing.done():
+                return
+            self.syncing.result()  # a disk that cannot be written ends the service, loudly
+        self.syncing = self.syncer.submit(self._sync_buffers)
+
+    def _sync_buffers(self) -> None:
+        for desk in self.desks.values():
+            desk.buffer.sync()
+
+    def wind_down(self) -> None:
+        self._acknowledge()
+        self.syncer.shutdown()
+        self._sync_buffers()

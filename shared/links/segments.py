@@ -1,0 +1,114 @@
+"""Experience on its way: PUSH (SegmentSender, one for each replay service) to PULL (SegmentReceiver).
+
+When replay is gone or slow the sender's queue fills and `send` says no: the actor keeps the segment in its
+window and waits, visibly. IMMEDIATE keeps segments out of half-open connections. What was queued when a
+replay died may be lost or overtaken by later segments; the streams' sequence numbers make that harmless.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from shared.codec import Arrays, decode, encode
+from shared.errors import BadMessage
+from shared.links.sockets import ConnectionWatch, make_socket
+from shared.logs import get_logger
+from shared.loop import Loop
+from shared.messages import Segment
+
+log = get_logger()
+
+RECEIVE_QUEUE = 1_000
+SEGMENTS_A_TURN = 64
+
+OnSegment = Callable[[Segment, Arrays], None]
+
+
+class SegmentSender:
+    """The actor's end."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        loop: Loop,
+        endpoint: str,
+        *,
+        run: str,
+        queue: int,
+        max_message_bytes: int,
+    ) -> None:
+        self._run = run
+        self._loop = loop
+        self._socket = make_socket(context, zmq.PUSH, queue=queue, max_message_bytes=max_message_bytes)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.connect(endpoint)
+
+    def send(self, segment: Segment, arrays: Arrays) -> bool:
+        """Queues a segment, or says False: the queue is full or nobody is there; the loop wakes when it is not."""
+        frames = encode(segment.model_copy(update={"run": self._run}), arrays)
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            self._loop.wake_when_writable(self._socket)
+            return False
+        return True
+
+    def close(self) -> None:
+        self._loop.forget(self._socket)
+        self._socket.close()
+
+
+class SegmentReceiver:
+    """Replay's end. There is nobody to answer here: what is bad is counted, logged and dropped."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        loop: Loop,
+        endpoint: str,
+        on_segment: OnSegment,
+        *,
+        run: str,
+        max_message_bytes: int,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._on_segment = on_segment
+        self._run = run
+        self._loop = loop
+        self._socket = make_socket(context, zmq.PULL, queue=RECEIVE_QUEUE, max_message_bytes=max_message_bytes)
+        self._socket.bind(endpoint)
+        self._watch = ConnectionWatch(self._socket, "segments", self.counters)
+        loop.on_readable(self._socket, self.receive)
+        loop.on_readable(self._watch.socket, self._watch.receive)
+
+    def receive(self) -> None:
+        """Takes what has arrived, up to a bound, so that samples are served in between."""
+        for _ in range(SEGMENTS_A_TURN):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                self._take(frames)
+            except BadMessage as error:
+                self.counters["bad_segments"] += 1
+                log.warning("bad segment dropped", reason=str(error))
+
+    def close(self) -> None:
+        self._loop.forget(self._watch.socket)
+        self._loop.forget(self._socket)
+        self._watch.close()
+        self._socket.close()
+
+    def _take(self, frames: list[Any]) -> None:
+        received = decode(frames)
+        segment = received.message
+        if not isinstance(segment, Segment):
+            raise BadMessage(f"{segment.kind} on the segment link")  # type: ignore[attr-defined]
+        if segment.run != self._run:
+            raise BadMessage(f"a segment of run {segment.run!r}; this is run {self._run!r}")
+        self._on_segment(segment, received.arrays)
