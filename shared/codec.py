@@ -41,12 +41,13 @@ def encode(message: Message, arrays: Arrays | None = None) -> list[Buffer]:
     """The frames of a message: the header, then each array's bytes without a copy where it is contiguous."""
     if not arrays:
         return [message.model_dump_json().encode()]
-    solid = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    solid = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     headers = tuple(
-        ArrayHeader(name=name, dtype=DType(array.dtype.name), shape=array.shape) for name, array in solid.items()
+        ArrayHeader(name=name, dtype=DType(array.dtype.name), shape=array.shape)
+        for name, array in solid.items()
     )
     frames: list[Buffer] = [message.model_copy(update={"arrays": headers}).model_dump_json().encode()]
-    frames.extend(memoryview(array).cast("B") if array.size else b"" for array in solid.values())
+    frames.extend(_bytes_of(array) for array in solid.values())
     return frames
 
 
@@ -100,8 +101,13 @@ def checksum(arrays: Iterable[Array]) -> int:
     """crc32 over the bytes of the arrays, in this order."""
     value = 0
     for array in arrays:
-        value = zlib.crc32(memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b"", value)
+        value = zlib.crc32(_bytes_of(np.ascontiguousarray(array)), value)
     return value
+
+
+def _bytes_of(array: Array) -> memoryview:
+    """The bytes of a contiguous array, without a copy."""
+    return array.data.cast("B") if array.size else memoryview(b"")
 
 
 def check_segment_arrays(spec: AgentSpec, rows: int, arrays: Arrays) -> None:
@@ -115,5 +121,6 @@ def check_segment_arrays(spec: AgentSpec, rows: int, arrays: Arrays) -> None:
         wanted = (length, *column.shape)
         if array.shape != wanted or array.dtype != column.dtype.numpy:
             raise SpecMismatch(
-                f"{column.name}: {array.dtype}{list(array.shape)} where {column.dtype}{list(wanted)} was expected"
+                f"{column.name}: {array.dtype}{list(array.shape)} where "
+                f"{column.dtype}{list(wanted)} was expected"
             )

@@ -257,8 +257,8 @@ def load_config(
 ) -> Config:
     """The config from a file, the environment and `a.b=c` settings, or ConfigError in words."""
     data: dict[str, Any] = _read_yaml(path) if path else {}
-    for key, value in _environment_settings(os.environ if environment is None else environment):
-        data = merged(data, _nested(key, value))
+    for path_in_config, value in _environment_settings(os.environ if environment is None else environment):
+        data = merged(data, _nested(path_in_config, value))
     for setting in settings:
         key, sign, text = setting.partition("=")
         if not sign or not key:

@@ -43,12 +43,21 @@ def parse_arguments(
         "ROOKERY_LEARNER__BATCH_SIZE=512. To try one service against a running run, give it that run's "
         "config.yaml: it holds the endpoints.",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="config.yaml (default: built-in defaults)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="overrides one key, for example learner.lr=3e-4"
+        "--config", type=Path, metavar="FILE", help="config.yaml (default: built-in defaults)"
     )
     parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="where state is kept (default: run.dir of the config, or .)"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="overrides one key, for example learner.lr=3e-4",
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="where state is kept (default: run.dir of the config, or .)",
     )
     parser.add_argument("--instance", metavar="NAME", help=f"a name for people (default: {service}-<random>)")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
@@ -77,11 +86,11 @@ def main(
         run_dir = options.run_dir or Path(config.run.dir or ".")
         factory(config, run_dir, options).run()
     except ConfigError as error:
-        log.error("the config cannot work", reason=str(error))
+        log.critical("the config cannot work", reason=str(error))
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the person at the terminal reads this one
         return 2
     except RookeryError as error:
-        log.error("ended by an error", error=type(error).__name__, reason=str(error))
+        log.critical("ended by an error", error=type(error).__name__, reason=str(error))
         return 1
     return 0
 

@@ -81,7 +81,9 @@ class Loop:
     def on_signal(self, number: signal.Signals, handler: Handler) -> None:
         """Calls `handler` in the loop (not inside the interrupted code) when the signal arrives."""
         if self._previous_wakeup_fd is None:
-            self._previous_wakeup_fd = signal.set_wakeup_fd(self._wake_send.fileno(), warn_on_full_buffer=False)
+            self._previous_wakeup_fd = signal.set_wakeup_fd(
+                self._wake_send.fileno(), warn_on_full_buffer=False
+            )
         self._signal_handlers[number] = handler
         self._previous_signals[number] = signal.signal(number, _noted)
 
@@ -132,7 +134,9 @@ class Loop:
         if not self._timers:
             return -1
         remaining_s = self._timers[0][0] - time.monotonic()
-        return max(0, int(remaining_s * 1000) + 1)  # rounded up: waking early would spin until the timer is due
+        return max(
+            0, int(remaining_s * 1000) + 1
+        )  # rounded up: waking early would spin until the timer is due
 
     def _run_timers(self) -> None:
         now = time.monotonic()

@@ -16,8 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from shared.specs import AGENT_ID_PATTERN, AgentSpec, DType
 
-PROTOCOL = 1
-
 AgentId = Annotated[str, Field(pattern=AGENT_ID_PATTERN)]
 Incarnation = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # unique for each start of a process
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -51,7 +49,7 @@ class Token(Part):
 class Message(Part):
     """What every header has."""
 
-    protocol: Literal[1] = PROTOCOL
+    protocol: Literal[1] = 1
     run: Annotated[str, Field(max_length=64)] = ""
     arrays: Annotated[tuple[ArrayHeader, ...], Field(max_length=512)] = ()
 

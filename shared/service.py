@@ -1,4 +1,4 @@
-"""What replay, learners and actors share: joining the run, heartbeats, following the run's state, ending well.
+"""What replay, learners and actors share: joining the run, heartbeats, following its state, ending well.
 
 A subclass names its own handlers and does its work in `work()`; everything it waits for goes through
 `self.loop`. It ends in one way only, `wind_down()`, whether the run drains, a signal asks, or a person does.
@@ -175,7 +175,10 @@ class Service:
         self.params.run = run_id
         hello = Hello(service=self.name, instance=self.instance, incarnation=self.incarnation)
         self.params.ask(
-            hello, on_reply=lambda _received: None, on_failure=self._on_heartbeat_failure, timeout_s=ASK_AGAIN_S
+            hello,
+            on_reply=lambda _received: None,
+            on_failure=self._on_heartbeat_failure,
+            timeout_s=ASK_AGAIN_S,
         )
         self.listen()
         self.loop.every(self.config.param_server.heartbeat_s, self._heartbeat)
@@ -199,7 +202,7 @@ class Service:
 
     def get_lease(self, role: str, agent: str | None = None) -> LeaseGrant:
         message = LeaseRequest(
-            role=role,  # type: ignore[arg-type]
+            role=role,
             instance=self.instance,
             incarnation=self.incarnation,
             agent=agent,
@@ -274,7 +277,11 @@ class Service:
             Release(instance=self.instance, incarnation=self.incarnation),
         ):
             self.params.ask(
-                message, on_reply=lambda _received: None, on_failure=lambda _error: None, timeout_s=1.0, retry_s=0.3
+                message,
+                on_reply=lambda _received: None,
+                on_failure=lambda _error: None,
+                timeout_s=1.0,
+                retry_s=0.3,
             )
         self.params.flush(1.0)
 

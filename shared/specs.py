@@ -35,7 +35,7 @@ class DType(StrEnum):
 
 
 Per = Literal["observation", "step"]
-AGENT_ID_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
+AGENT_ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$"  # it names directories, so never "." or ".."
 
 
 class Column(BaseModel):

@@ -58,8 +58,8 @@ class World(ABC):
         """Starts a new epoch in the slots marked in this mask [E]; the others are left as they are."""
 
     @abstractmethod
-    def begin_turn(self) -> None:
-        """Moves everything that is not an agent, in all slots."""
+    def begin_turn(self, slots: BoolArray) -> None:
+        """Moves everything that is not an agent, in the slots marked in this mask [E]."""
 
     @abstractmethod
     def observe(self) -> dict[str, Array]:
@@ -72,11 +72,11 @@ class World(ABC):
     def act(self, actions: Mapping[str, AgentActions]) -> dict[str, Outcome]:
         """Applies the agents' actions in acting order. The arrays are valid only until the next call."""
 
-    def on_epoch_start(self, slots: BoolArray, epoch: int) -> None:  # noqa: B027 - a hook may stay empty
-        """Called after these slots were reset for their epoch with this number."""
+    def on_epoch_start(self, slots: BoolArray, epochs: ActionArray) -> None:  # noqa: B027 - may stay empty
+        """Called after these slots were reset; `epochs` [E] has each slot's epoch number."""
 
-    def on_epoch_end(self, slots: BoolArray, epoch: int) -> None:  # noqa: B027 - a hook may stay empty
-        """Called when the epoch with this number ended in these slots, before they are reset."""
+    def on_epoch_end(self, slots: BoolArray, epochs: ActionArray) -> None:  # noqa: B027 - may stay empty
+        """Called when these slots' epochs, numbered in `epochs` [E], ended, before they are reset."""
 
 
 def agent_ids(count: int) -> tuple[str, ...]:

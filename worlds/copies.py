@@ -69,9 +69,9 @@ class Copies(World):
         for slot in np.flatnonzero(slots):
             self._copies[slot].reset()
 
-    def begin_turn(self) -> None:
-        for copy in self._copies:
-            copy.begin_turn()
+    def begin_turn(self, slots: BoolArray) -> None:
+        for slot in np.flatnonzero(slots):
+            self._copies[slot].begin_turn()
 
     def observe(self) -> dict[str, Array]:
         seen = {

@@ -124,7 +124,7 @@ def check_world(world: object, config: WorldConfig, envs: int) -> World:
         )
     _check_attributes(world, config, envs)
     world.reset(np.ones(envs, dtype=np.bool_))
-    world.begin_turn()
+    world.begin_turn(np.ones(world.envs, np.bool_))
     _check_observations(world, config.name)
     _check_outcomes(world, config.name)
     return world

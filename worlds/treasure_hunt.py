@@ -162,9 +162,11 @@ class TreasureHunt(World):
         self._positions[:, slots] = starts
         self._flat[starts] = self.rules.agent_code
 
-    def begin_turn(self) -> None:
+    def begin_turn(self, slots: BoolArray) -> None:
         draws = self._rng.random(self._spawn_cells.size, dtype=np.float32)
         hits = (draws < self._spawn_below).nonzero()[0]
+        if not slots.all():
+            hits = hits[slots[hits // (self._spawn_cells.size // self.envs)]]
         cells = self._spawn_cells[hits]
         free = self._flat[cells] == EMPTY
         self._flat[cells[free]] = self._kinds(draws[hits[free]])

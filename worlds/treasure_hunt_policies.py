@@ -90,7 +90,7 @@ def mean_return(world: TreasureHunt, policy: Policy, epochs: int) -> float:
 
 
 def _play_turn(world: TreasureHunt, policy: Policy) -> float:
-    world.begin_turn()
+    world.begin_turn(np.ones(world.envs, np.bool_))
     seen = world.observe()
     outcomes = world.act({agent: AgentActions(discrete=policy(rows)) for agent, rows in seen.items()})
     return float(sum(outcome.reward.sum() for outcome in outcomes.values()))

@@ -42,16 +42,16 @@ def epsilons(config: EpsilonConfig, floors: npt.NDArray[np.float64], steps: floa
 class Dice:
     """The random choices of one agent in one actor's slots."""
 
-    def __init__(self, seed: int, agent: str, actor_index: int, first_epoch: int, envs: int, actions: int) -> None:
+    def __init__(
+        self, *, seed: int, agent: str, actor_index: int, first_epoch: int, envs: int, actions: int
+    ) -> None:
         # The epoch at which the actor joined is part of the seed: a resumed actor does not repeat itself.
         key = [seed, zlib.crc32(agent.encode()), actor_index, first_epoch]
         self._generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
         self._envs, self._actions = envs, actions
         self._at = _BLOCK_TURNS
 
-    def roll(
-        self, greedy: npt.NDArray[np.int64], epsilon: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.int64]:
+    def roll(self, greedy: npt.NDArray[np.int64], epsilon: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         """The greedy action of each slot, or with probability epsilon any action."""
         if self._at == _BLOCK_TURNS:
             self._chances = self._generator.random((_BLOCK_TURNS, self._envs))

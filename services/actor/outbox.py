@@ -43,7 +43,9 @@ class Outbox:
         """Takes a new segment, whose sequence must be the stream's next."""
         stream = self._streams[segment.agent]
         if segment.sequence != stream.next_sequence:
-            raise ValueError(f"segment {segment.sequence} of {segment.agent}; expected {stream.next_sequence}")
+            raise ValueError(
+                f"segment {segment.sequence} of {segment.agent}; expected {stream.next_sequence}"
+            )
         stream.window.append((segment, arrays))
         stream.next_sequence += 1
 
@@ -89,7 +91,11 @@ class Outbox:
         stuck = reported and mark.stored == stream.stored_at_last_report
         if reported:
             stream.stored_at_last_report = mark.stored
-        if (mark.gap or stuck) and stream.cursor > mark.stored + 1 and now - stream.went_back > GO_BACK_PAUSE_S:
+        if (
+            (mark.gap or stuck)
+            and stream.cursor > mark.stored + 1
+            and now - stream.went_back > GO_BACK_PAUSE_S
+        ):
             self._go_back(stream, mark.stored + 1, now)
 
     def _go_back(self, stream: _Stream, sequence: int, now: float) -> None:

@@ -44,7 +44,9 @@ class PolicyGroup:
         place = self.agents.index(agent)
         parameters = dict(self.network.named_parameters())
         if set(tensors) != set(parameters):
-            raise SpecMismatch(f"weights of {agent}: tensors {sorted(tensors)}, expected {sorted(parameters)}")
+            raise SpecMismatch(
+                f"weights of {agent}: tensors {sorted(tensors)}, expected {sorted(parameters)}"
+            )
         for name, parameter in parameters.items():
             if tensors[name].shape != parameter.shape[1:]:
                 raise SpecMismatch(

@@ -1,8 +1,8 @@
 """Playing: E copies of the world, all agents, one turn at a time. Knows nothing of sockets.
 
-A turn: non-agent entities move, agents observe, all actions are chosen together in one batched pass, the world
-applies them one after another. Steps go to each agent's SegmentWriter, and what it cuts is handed out. An
-epoch of a slot ends after `max_turns` turns (truncated) or when all its agents are terminated.
+A turn: non-agent entities move, agents observe, all actions are chosen together in one batched pass, the
+world applies them one after another. Steps go to each agent's SegmentWriter, and what it cuts is handed out.
+An epoch of a slot ends after `max_turns` turns (truncated) or when all its agents are terminated.
 
 Next: services/actor/service.py
 """
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.actor.exploration import Dice, epsilons, ladder_floors
-from services.actor.policies import PolicyGroup, group_agents
+from services.actor.policies import group_agents
 from services.actor.segments import Cut, SegmentWriter
 from shared.codec import Array, Arrays
 from shared.config import Config
@@ -46,7 +46,14 @@ class Rollout:
             for agent, spec in world.specs.items()
         }
         self.dice = {
-            agent: Dice(config.seed, agent, actor_index, first_epoch, world.envs, group.spec.discrete.n)
+            agent: Dice(
+                seed=config.seed,
+                agent=agent,
+                actor_index=actor_index,
+                first_epoch=first_epoch,
+                envs=world.envs,
+                actions=group.spec.discrete.n,
+            )
             for agent, group in self.group_of.items()
             if group.spec.discrete is not None
         }

@@ -40,7 +40,8 @@ class SegmentWriter:
         # stack - 1 rows of context, the owned steps, n - 1 later steps, and the newest observation
         self._capacity = spec.stack - 1 + segment_steps + n_step
         self._columns = {
-            column.name: np.zeros((envs, self._capacity, *column.shape), column.dtype.numpy) for column in spec.columns
+            column.name: np.zeros((envs, self._capacity, *column.shape), column.dtype.numpy)
+            for column in spec.columns
         }
         self._steps = np.zeros(envs, np.int64)  # rows that hold a step
         self._first = np.zeros(envs, np.int64)  # the first row that is owned by no segment yet

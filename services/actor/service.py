@@ -178,11 +178,17 @@ class ActorService(Service):
     def _report(self, final: bool = False) -> None:
         for place, replay in enumerate(self.replays):
             produced = {
-                agent: steps for agent, steps in self.rollout.produced_steps.items() if self.home[agent] == place
+                agent: steps
+                for agent, steps in self.rollout.produced_steps.items()
+                if self.home[agent] == place
             }
             report = StreamReport(incarnation=self.incarnation, produced_steps=produced, final=final)
             replay.ask(
-                report, on_reply=self._on_report_reply, on_failure=self._on_no_report, timeout_s=2.0, retry_s=2.0
+                report,
+                on_reply=self._on_report_reply,
+                on_failure=self._on_no_report,
+                timeout_s=2.0,
+                retry_s=2.0,
             )
 
     def _on_report_reply(self, received: Received) -> None:
@@ -201,7 +207,7 @@ class ActorService(Service):
 
     def _on_no_report(self, error: RookeryError) -> None:
         if isinstance(error, Refused):
-            log.error("replay refused the report", reason=str(error))
+            log.warning("replay refused the report", reason=str(error))
         else:
             log.warning("replay is silent; playing on while the window lasts", reason=str(error))
 
@@ -219,7 +225,9 @@ class ActorService(Service):
         try:
             self.rollout.load(agent, version, state)
         except SpecMismatch as error:
-            log.error("weights do not fit the network; is the learner's config the same?", reason=str(error))
+            log.warning(
+                "weights do not fit the network; is the learner's config the same?", reason=str(error)
+            )
 
     def on_run_notice(self, notice: RunNotice) -> None:
         self.own_steps = 0
@@ -241,15 +249,18 @@ class ActorService(Service):
             self.asked_for.discard(agent)
             log.warning("no snapshot; the next notice asks again", agent=agent, reason=str(error))
 
-        self.params.ask(SnapshotRequest(agent=agent, version=version), on_reply=on_snapshot, on_failure=on_failure)
+        self.params.ask(
+            SnapshotRequest(agent=agent, version=version), on_reply=on_snapshot, on_failure=on_failure
+        )
 
     # --- heartbeats -------------------------------------------------------------------------------------
 
     def epoch_summary(self) -> EpochSummary | None:
         """The unconfirmed summary if there is one, else a new one of what was played since."""
         if self.summary is None and self.ready:
-            played, self.rollout.played = self.rollout.played, Played(
-                return_sums=dict.fromkeys(self.agents, 0.0)
+            played, self.rollout.played = (
+                self.rollout.played,
+                Played(return_sums=dict.fromkeys(self.agents, 0.0)),
             )
             if played.env_steps:
                 self.summaries += 1

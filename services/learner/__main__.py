@@ -16,8 +16,8 @@ if __name__ == "__main__":
     sys.exit(
         main(
             "learner",
-            "Trains one agent: takes a lease from the parameter server, batches from replay, and publishes weights. "
-            "It waits for both.",
+            "Trains one agent: takes a lease from the parameter server, batches from replay, and publishes "
+            "weights. It waits for both.",
             lambda config, run_dir, options: LearnerService(config, run_dir, options.instance, options.agent),
             add_arguments,
         )

@@ -28,6 +28,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def pack(tensors: Tensors, counters: dict[str, int]) -> bytes:
+    """A checkpoint as bytes."""
     return safetensors.torch.save(tensors, {"counters": json.dumps(counters)})
 
 

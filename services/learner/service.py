@@ -75,13 +75,21 @@ class LearnerService(Service):
         seed = int(np.random.SeedSequence([self.config.seed, order]).generate_state(1)[0])
         self.algorithm = build_algorithm(specs[agent], self.settings, device, seed)
         self.uploader = Uploader(self.params, self.token)
-        self.replay = self.open_requests(self.config.endpoints.replay[replay_of(self.config, specs, agent)].requests)
+        self.replay = self.open_requests(
+            self.config.endpoints.replay[replay_of(self.config, specs, agent)].requests
+        )
         self.replay.run = self.params.run
         self._resume()
         self._publish()
         self.loop.every(self.settings.publish_s, self._publish_if_changed)
         self.loop.every(self.settings.checkpoint_s, self._checkpoint)
-        log.info("learning", agent=agent, token=self.token.number, device=str(device), updates=self.algorithm.updates)
+        log.info(
+            "learning",
+            agent=agent,
+            token=self.token.number,
+            device=str(device),
+            updates=self.algorithm.updates,
+        )
 
     def _resume(self) -> None:
         """Goes on from the newest checkpoint, or at least from the newest weights."""

@@ -1,4 +1,4 @@
-"""What every algorithm shares: batches as tensors, the target network, clipping, and what an update reports."""
+"""What every algorithm shares: batches as tensors, the target network, clipping, an update's report."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TargetNetwork:
 
 
 def clipped_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip_norm: float) -> float:
-    """Clips the gradients' norm, steps, and returns the norm before clipping; if it is not finite, no step."""
+    """Clips the gradients' norm, steps, returns the norm before clipping. If that is not finite: no step."""
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, clip_norm, foreach=True))
     if math.isfinite(norm):
         optimizer.step()
@@ -85,10 +85,14 @@ def clipped_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter
 
 
 def named_state(prefix: str, state: Mapping[str, Tensor]) -> Tensors:
+    """A state dict with each name under a prefix."""
     return {f"{prefix}/{name}": tensor for name, tensor in state.items()}
 
 
 def under_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    """The inverse of `named_state`."""
     return {
-        name.removeprefix(f"{prefix}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}/")
+        name.removeprefix(f"{prefix}/"): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(f"{prefix}/")
     }

@@ -44,7 +44,8 @@ class _Label:
     checksum: int
 
     def line(self) -> bytes:
-        return json.dumps([self.checkpoint_id, self.total_bytes, self.checksum]).encode() + b"\n"
+        facts = [self.checkpoint_id, self.total_bytes, self.checksum]
+        return json.dumps([*facts, zlib.crc32(json.dumps(facts).encode())]).encode() + b"\n"
 
 
 @dataclass(slots=True)
@@ -94,7 +95,8 @@ class CheckpointStore:
         A chunk that lies further on is not taken: go on from the number returned.
         """
         label = _Label(checkpoint_id, total_bytes, checksum)
-        data = memoryview(data).cast("B")
+        view = memoryview(data)
+        data = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array's view cannot be cast
         self._refuse_impossible(label, offset, len(data))
         newest = self._newest.get(agent)
         if newest is not None and newest.label == label:
@@ -210,7 +212,8 @@ def _verified(path: Path) -> _Label:
     with path.open("rb") as file:
         line = file.readline(MAX_LABEL_BYTES)
         try:
-            label = _Label(*json.loads(line))
+            checkpoint_id, total_bytes, checksum, _ = json.loads(line)
+            label = _Label(checkpoint_id, total_bytes, checksum)
         except (ValueError, TypeError) as error:
             raise DamagedFileError(f"no readable label: {error}") from None
         if label.line() != line:

@@ -159,6 +159,13 @@ class LeaseBook:
     def live(self, now: float) -> list[Lease]:
         return [lease for key, lease in self._leases.items() if self._is_live(key, now)]
 
+    def learners(self) -> dict[str, Lease]:
+        """The newest lease of every agent that was ever leased, live or not."""
+        return {lease.name: lease for lease in self._leases.values() if lease.role == "learner"}
+
+    def is_live(self, lease: Lease, now: float) -> bool:
+        return self._is_live(lease.key, now)
+
     def next_deadline(self) -> float | None:
         """When `expire` will next have something to do."""
         return min(self._deadlines.values(), default=None)

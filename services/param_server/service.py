@@ -30,7 +30,7 @@ from services.param_server.versions import VersionStore
 from shared.config import Config
 from shared.errors import Refused
 from shared.links.broadcast import NOTICES, STATUS, Broadcaster, weights_topic
-from shared.links.requests import Incoming, RequestReceiver
+from shared.links.requests import Incoming, OnIncoming, RequestReceiver
 from shared.logs import get_logger
 from shared.loop import Loop
 from shared.messages import (
@@ -99,7 +99,10 @@ class ParamServer:
         settings = config.param_server
         params = run_dir / "params"
         self.run_book = RunBook(
-            params / "run.json", minutes=config.run.minutes, agent_steps=config.run.agent_steps, now=self.started
+            params / "run.json",
+            minutes=config.run.minutes,
+            agent_steps=config.run.agent_steps,
+            now=self.started,
         )
         self.spec_book = SpecBook(params / "specs.json")
         self.leases = LeaseBook(params / "leases.json", settings.lease_s, time.monotonic)
@@ -123,7 +126,7 @@ class ParamServer:
     def _open_links(self) -> None:
         limit = self.config.limits.max_message_bytes
         endpoints, run = self.config.endpoints, self.run_book.run_id
-        handlers = {
+        handlers: dict[str, OnIncoming] = {
             "hello": self.on_hello,
             "spec_registration": self.on_spec_registration,
             "spec_request": self.on_spec_request,
@@ -211,7 +214,9 @@ class ParamServer:
 
     def _learners(self, now: float) -> dict[str, LearnerLease]:
         return {
-            agent: LearnerLease(number=lease.number, incarnation=lease.incarnation, live=self.leases.is_live(lease, now))
+            agent: LearnerLease(
+                number=lease.number, incarnation=lease.incarnation, live=self.leases.is_live(lease, now)
+            )
             for agent, lease in self.leases.learners().items()
         }
 
@@ -228,7 +233,9 @@ class ParamServer:
 
     def on_hello(self, message: Hello, incoming: Incoming) -> None:
         if message.run not in ("", self.run_book.run_id):
-            raise Refused("other_run", f"this is run {self.run_book.run_id}; you keep data of run {message.run}")
+            raise Refused(
+                "other_run", f"this is run {self.run_book.run_id}; you keep data of run {message.run}"
+            )
         welcome = Welcome(
             request=message.request,
             run_id=self.run_book.run_id,
@@ -294,7 +301,9 @@ class ParamServer:
             if now < held.until:
                 self.held.append(held)
             elif isinstance(message, SpecRequest):
-                self.requests.refuse(incoming.peer, message, Refused("not_yet", "no actor has registered specs yet"))
+                self.requests.refuse(
+                    incoming.peer, message, Refused("not_yet", "no actor has registered specs yet")
+                )
             else:
                 self.requests.refuse(incoming.peer, message, Refused("no_lease", "every agent has a learner"))
 
@@ -369,7 +378,7 @@ class ParamServer:
             message.offset,
             message.total_bytes,
             message.checksum,
-            memoryview(data),
+            data.data,
         )
         if not whole and received != message.offset + len(data):
             raise Refused("chunk_out_of_order", f"{received} bytes are here; start the checkpoint again")
@@ -417,7 +426,9 @@ class ParamServer:
 
     def _forward(self, message: ControlRequest, incoming: Incoming) -> None:
         """To the instance that is asked for; its answer comes back through on_control_reply."""
-        target = next((seen for seen in self.seen.values() if seen.heartbeat.instance == message.target), None)
+        target = next(
+            (seen for seen in self.seen.values() if seen.heartbeat.instance == message.target), None
+        )
         if target is None:
             known = sorted(seen.heartbeat.instance for seen in self.seen.values())
             raise Refused("unknown_instance", f"no instance {message.target!r}; known are {', '.join(known)}")

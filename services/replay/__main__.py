@@ -18,8 +18,8 @@ if __name__ == "__main__":
     sys.exit(
         main(
             "replay",
-            "Keeps the agents' experience in memory-mapped files and serves prioritized batches. It waits for the "
-            "parameter server and for an actor that registers the agents' specs.",
+            "Keeps the agents' experience in memory-mapped files and serves prioritized batches. It waits "
+            "for the parameter server and for an actor that registers the agents' specs.",
             lambda config, run_dir, options: ReplayService(config, run_dir, options.instance, options.number),
             add_arguments,
         )

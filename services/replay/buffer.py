@@ -114,8 +114,8 @@ class AgentBuffer:
 
     # --- drawing ------------------------------------------------------------------------------------------
 
-    def draw(self, draw_index: int, batch_size: int, beta: float) -> dict[str, Array]:
-        """Draw number `draw_index`: a stratified batch with everything an update needs."""
+    def draw(self, draw_index: int, batch_size: int, beta: float, *, count: bool = True) -> dict[str, Array]:
+        """Draw number `draw_index`: a stratified batch. `count` is false when it was served before."""
         if not self.drawable_steps:
             raise Refused(
                 "empty", f"the buffer of {self.agent!r} has no steps to draw; wait until can_sample"
@@ -125,8 +125,9 @@ class AgentBuffer:
         index = self._tree.draw((np.arange(batch_size) + uniform) * (total / batch_size))
         batch = self._gather(index)
         batch["weight"] = self._weights(self._tree.get(index) / total, beta)
-        self._state["sampled_steps"] += batch_size
-        self.limiter.sampled_steps += batch_size
+        if count:
+            self._state["sampled_steps"] += batch_size
+            self.limiter.sampled_steps += batch_size
         return batch
 
     def _uniform(self, draw_index: int, batch_size: int) -> Floats:
@@ -276,8 +277,11 @@ class AgentBuffer:
             raise StaleToken(
                 f"token {number} for {self.agent!r}, where {highest} has been seen; ask for a new lease"
             )
-        if number > highest:
-            self._state["token"] = number
+        self.note_token(number)
+
+    def note_token(self, number: int) -> None:
+        """A lease was granted: tokens below it are refused from now on."""
+        self._state["token"] = max(self._state["token"], number)
 
     def forgive(self) -> None:
         """Writes off samples that are owed while no learner lives."""

@@ -1,8 +1,9 @@
-"""The replay service: takes segments in on a PULL, serves batches on a ROUTER, and never stops reading either.
+"""The replay service: takes segments in on a PULL, serves batches on a ROUTER, never stops reading either.
 
-One AgentBuffer for each of its agents. A sample request is held until it can be served or its deadline passes.
-A segment is acknowledged after its commit; while the limiter says that inserts run ahead, acknowledgements are
-withheld, which makes actors wait once their windows are full. Without a live learner nothing is withheld.
+One AgentBuffer for each of its agents. A sample request is held until it can be served or its deadline
+passes. A segment is acknowledged after its commit; while the limiter says that inserts run ahead,
+acknowledgements are withheld, which makes actors wait once their windows are full. Without a live learner
+nothing is withheld.
 
 Next: services/replay/ring.py
 """
@@ -22,7 +23,7 @@ from services.replay.buffer import AgentBuffer
 from shared.codec import Arrays
 from shared.config import Config
 from shared.errors import BadMessage, Refused
-from shared.links.requests import Incoming, RequestReceiver
+from shared.links.requests import Incoming, OnIncoming, RequestReceiver
 from shared.links.segments import SegmentReceiver
 from shared.logs import get_logger
 from shared.messages import (
@@ -138,13 +139,18 @@ class ReplayService(Service):
             tolerance_samples=replay.tolerance * learner.batch_size + burst_steps * replay.samples_per_insert,
             seed=self.config.seed,
         )
-        log.info("buffer open", agent=agent, steps=buffer.drawable_steps, took_s=round(time.monotonic() - started, 3))
+        log.info(
+            "buffer open",
+            agent=agent,
+            steps=buffer.drawable_steps,
+            took_s=round(time.monotonic() - started, 3),
+        )
         return buffer
 
     def _open_links(self) -> None:
         endpoints = self.config.endpoints.replay[self.number]
         limit, run = self.config.limits.max_message_bytes, self.params.run
-        handlers = {
+        handlers: dict[str, OnIncoming] = {
             "stream_report": self.on_stream_report,
             "sample_request": self.on_sample_request,
             "priority_update": self.on_priority_update,
@@ -170,7 +176,9 @@ class ReplayService(Service):
         except FileNotFoundError:
             return None
         except (ValueError, KeyError) as error:
-            log.warning("what replay knew of its run is unreadable; asking the parameter server", reason=str(error))
+            log.warning(
+                "what replay knew of its run is unreadable; asking the parameter server", reason=str(error)
+            )
             return None
 
     def _write_known(self, run: str, specs: dict[str, AgentSpec]) -> None:
@@ -199,7 +207,9 @@ class ReplayService(Service):
             while desk.held and desk.held[0].until <= now:
                 held = desk.held.popleft()
                 reason = desk.buffer.limiter.reason(held.message.batch_size) or f"the run is {self.state}"
-                self.requests.refuse(held.peer, held.message, Refused("deadline", f"no batch in time: {reason}"))
+                self.requests.refuse(
+                    held.peer, held.message, Refused("deadline", f"no batch in time: {reason}")
+                )
             if desk.withheld and not self._holds_back(agent, desk, now):
                 self._release_withheld(agent, desk)
             self._note_blocked(desk, now)
@@ -241,7 +251,9 @@ class ReplayService(Service):
             else:
                 self.acknowledged[incarnation, agent] = desk.buffer.mark(incarnation)
             marks[agent] = self._mark(incarnation, agent, desk)
-        return StreamMarks(request=request, incarnation=incarnation, marks=marks, waiting_for="; ".join(reasons))
+        return StreamMarks(
+            request=request, incarnation=incarnation, marks=marks, waiting_for="; ".join(reasons)
+        )
 
     def _mark(self, incarnation: str, agent: str, desk: AgentDesk) -> Mark:
         acknowledged = self.acknowledged.get((incarnation, agent), 0)
@@ -272,7 +284,9 @@ class ReplayService(Service):
         now = time.monotonic()
         for agent, produced in message.produced_steps.items():
             if agent not in self.desks:
-                raise Refused("wrong_replay", f"agent {agent!r} is not kept here; kept are {', '.join(self.desks)}")
+                raise Refused(
+                    "wrong_replay", f"agent {agent!r} is not kept here; kept are {', '.join(self.desks)}"
+                )
             self.desks[agent].buffer.report(message.incarnation, produced, message.final, now)
         marks = self._marks(message.incarnation, set(message.produced_steps), message.request)
         self.requests.reply(incoming.peer, marks)
@@ -325,7 +339,9 @@ class ReplayService(Service):
         """The agent's desk, for the learner that holds its newest lease and nobody else."""
         desk = self.desks.get(token.agent)
         if desk is None:
-            raise Refused("wrong_replay", f"agent {token.agent!r} is not kept here; kept are {', '.join(self.desks)}")
+            raise Refused(
+                "wrong_replay", f"agent {token.agent!r} is not kept here; kept are {', '.join(self.desks)}"
+            )
         lease = self.leases.learners.get(token.agent) if self.leases else None
         if lease is not None and token.number == lease.number and peer != lease.incarnation.encode():
             raise Refused("wrong_agent", f"the lease of {token.agent!r} is held by another learner than you")
@@ -367,11 +383,11 @@ class ReplayService(Service):
         self._note_blocked(desk, now)
         batch_size = desk.held[0].message.batch_size if desk.held else 1
         limiter = LimiterStats(
-            blocked=desk.blocked,  # type: ignore[arg-type]
+            blocked=desk.blocked,
             reason=desk.buffer.limiter.reason(batch_size) if desk.blocked else "",
             since_s=now - desk.blocked_since if desk.blocked else 0.0,
         )
-        return BufferStats(held_requests=len(desk.held), limiter=limiter, **desk.buffer.stats())  # type: ignore[arg-type]
+        return BufferStats(held_requests=len(desk.held), limiter=limiter, **desk.buffer.stats())
 
     def on_ledger_request(self, message: LedgerRequest, incoming: Incoming) -> None:
         now, lease_s = time.monotonic(), self.config.param_server.lease_s
@@ -379,7 +395,7 @@ class ReplayService(Service):
         for desk in self.desks.values():
             total.update(desk.buffer.ledger(now, lease_s, message.closing))
         fields = {name: total[name] for name in Ledger.model_fields if name in total}
-        self.requests.reply(incoming.peer, Ledger(request=message.request, **fields))  # type: ignore[arg-type]
+        self.requests.reply(incoming.peer, Ledger(request=message.request, **fields))
 
     def metrics(self) -> dict[str, float]:
         if not self.ready:

@@ -30,6 +30,7 @@ STATUS = b"status\0"
 
 
 def weights_topic(agent: str) -> bytes:
+    """The topic of one agent's weights."""
     return f"weights/{agent}\0".encode()
 
 

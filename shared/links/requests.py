@@ -220,7 +220,7 @@ class RequestReceiver:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._dispatch(bytes(peer), frames)
+            self._dispatch(peer.bytes, frames)
 
     def reply(self, peer: bytes, message: Message, arrays: Arrays | None = None) -> bool:
         """Sends to one peer. False: it is gone or does not read; dropped and counted."""

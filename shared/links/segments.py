@@ -48,7 +48,7 @@ class SegmentSender:
         self._socket.connect(endpoint)
 
     def send(self, segment: Segment, arrays: Arrays) -> bool:
-        """Queues a segment, or says False: the queue is full or nobody is there; the loop wakes when it is not."""
+        """Queues a segment. False: the queue is full or nobody is there; the loop wakes when that changes."""
         frames = encode(segment.model_copy(update={"run": self._run}), arrays)
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
@@ -79,7 +79,9 @@ class SegmentReceiver:
         self._on_segment = on_segment
         self._run = run
         self._loop = loop
-        self._socket = make_socket(context, zmq.PULL, queue=RECEIVE_QUEUE, max_message_bytes=max_message_bytes)
+        self._socket = make_socket(
+            context, zmq.PULL, queue=RECEIVE_QUEUE, max_message_bytes=max_message_bytes
+        )
         self._socket.bind(endpoint)
         self._watch = ConnectionWatch(self._socket, "segments", self.counters)
         loop.on_readable(self._socket, self.receive)

@@ -1,4 +1,4 @@
-"""How every socket of Rookery is made: bounded queues, bounded messages, no lingering, and a watch on bound ones.
+"""How every socket of Rookery is made: bounded queues and messages, no lingering, and a watch on bound ones.
 
 libzmq drops a connection that sends a frame over MAXMSGSIZE or bytes that are not its protocol, and says
 nothing about it. `ConnectionWatch` listens to the socket's monitor, so that both are counted and logged.
@@ -47,7 +47,7 @@ class ConnectionWatch:
 
     def receive(self) -> None:
         while self.socket.poll(0):
-            event = recv_monitor_message(self.socket)  # type: ignore[arg-type]
+            event = recv_monitor_message(self.socket)
             if event["event"] == zmq.EVENT_DISCONNECTED:
                 self._counters["disconnects"] += 1
             else:

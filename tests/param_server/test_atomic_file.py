@@ -53,9 +53,10 @@ def test_write_killed_before_the_rename_keeps_the_old_file(
     def die(self: Path, target: Path) -> None:
         raise Killed
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", die)
-        write_atomic(path, b"new")
+        with pytest.raises(Killed):
+            write_atomic(path, b"new")
     assert temporary_path(path).exists()
     remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["state"]

@@ -90,7 +90,7 @@ def test_limit_reached_says_which_and_forbids_to_resume(tmp_path: Path) -> None:
     assert run.limit_reached(59, 1000) == "1000 agent steps played, run.agent_steps is 1000"
     assert run.limit_reached(60, 0) == "1.0 minutes trained, run.minutes is 1"
     run.drain(60)
-    with pytest.raises(Refused, match="cannot resume: 1.0 minutes trained"):
+    with pytest.raises(Refused, match=r"cannot resume: 1\.0 minutes trained"):
         run.resume(61, 0)
     run.finish(61)
     with pytest.raises(Refused, match="cannot resume"):

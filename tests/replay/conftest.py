@@ -1,4 +1,4 @@
-"""Makes the helper module beside the tests importable, and gives each test a buffer of its own."""
+"""Makes the helper modules beside the tests importable: there are no packages among the tests."""
 
 import sys
 from pathlib import Path

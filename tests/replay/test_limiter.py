@@ -25,6 +25,7 @@ def at(limiter: Limiter, inserted: int, sampled: int) -> Limiter:
     batch=st.integers(1, 65_536),
 )
 def test_limiter_any_counts_one_side_can_go_on(
+    *,
     min_steps: int,
     ratio: float,
     tolerance: float,

@@ -76,7 +76,7 @@ def test_state_without_the_base_asks_for_it_and_then_applies_what_waited() -> No
 
 
 def test_state_newer_than_the_base_still_takes_it_as_base() -> None:
-    """After a snapshot of a version between two full ones, the next delta's base is older than what is held."""
+    """After a snapshot of a version between two full ones, the next base is older than what is held."""
     state = held(8)
     assert isinstance(
         state.apply(weights(9, state_of(9, 2), base=7), {"w": state_of(9, 2)["w"]}), NeedsSnapshot

@@ -48,7 +48,7 @@ def test_copies_stack_observations_in_the_specs_type():
     """What single environments see becomes one float32 array per agent, each row its own copy's."""
     world = Copies(Counting, envs=4, seed=0)
     world.reset(everywhere(4))
-    world.begin_turn()
+    world.begin_turn(np.ones(world.envs, np.bool_))
     seen = world.observe()
     assert list(seen) == list(world.specs) == ["agent_0", "agent_1"]
     assert seen["agent_0"].dtype == np.float32
@@ -83,7 +83,7 @@ def test_copies_act_gives_each_slot_its_own_action():
 def test_copies_reset_touches_only_masked_slots():
     """A copy outside the mask goes on counting."""
     world = Copies(Counting, envs=3, seed=0)
-    world.begin_turn()
+    world.begin_turn(np.ones(world.envs, np.bool_))
     before = world.observe()["agent_0"]
     world.reset(np.array([False, True, False]))
     after = world.observe()["agent_0"]

@@ -31,7 +31,7 @@ class Small(World):
     def reset(self, slots):
         pass
 
-    def begin_turn(self):
+    def begin_turn(self, slots):
         pass
 
     def observe(self):
@@ -119,7 +119,7 @@ def test_own_factory_of_copies_is_built(bring):
         def reset(self):
             pass
 
-        def begin_turn(self):
+        def begin_turn(self, slots):
             pass
 
         def observe(self):

@@ -149,7 +149,7 @@ def test_spawn_everywhere_leaves_agents_and_walls():
     """At probability 1 every inner cell without an agent becomes an item, and nothing else changes."""
     world = TreasureHunt(8, 3, gem_probability=1.0)
     before = world.cells
-    world.begin_turn()
+    world.begin_turn(np.ones(world.envs, np.bool_))
     assert (world.cells == np.where(before == EMPTY, GEM, before)).all()
     assert (world.cells[:, 1:-1, 1:-1] != WALL).all()
 
@@ -158,14 +158,14 @@ def test_spawn_never_leaves_all_cells_empty():
     """Probability 0 spawns nothing, with several kinds too, and divides by nothing."""
     world = TreasureHunt(8, 3, **{**VARIANT, "gem_probability": 0.0})
     before = world.cells
-    world.begin_turn()
+    world.begin_turn(np.ones(world.envs, np.bool_))
     assert (world.cells == before).all()
 
 
 def test_spawn_rates_match_the_odds():
     """Cells fill with the given probability and kinds come with equal odds."""
     world = TreasureHunt(400, 5, **{**VARIANT, "gem_probability": 0.02})
-    world.begin_turn()
+    world.begin_turn(np.ones(world.envs, np.bool_))
     counts = [(world.cells == FIRST_ITEM + kind).sum() for kind in range(3)]
     cells = 400 * (19 * 19 - 2)
     assert sum(counts) == pytest.approx(0.02 * cells, rel=0.08)
@@ -191,7 +191,7 @@ def test_starts_over_many_epochs_cover_the_grid_evenly():
 def test_reset_of_some_slots_leaves_the_others():
     """Only masked slots start anew; the others keep agents and gems."""
     world = TreasureHunt(6, 4, gem_probability=0.3)
-    world.begin_turn()
+    world.begin_turn(np.ones(world.envs, np.bool_))
     cells, places = world.cells, world.agent_cells
     mask = np.array([True, False, False, True, False, False])
     world.reset(mask)
@@ -206,7 +206,7 @@ def test_reset_of_no_slot_changes_nothing():
     one, other = TreasureHunt(4, 9), TreasureHunt(4, 9)
     one.reset(np.zeros(4, dtype=np.bool_))
     for world in (one, other):
-        world.begin_turn()
+        world.begin_turn(np.ones(world.envs, np.bool_))
     assert (one.cells == other.cells).all()
 
 
@@ -215,7 +215,7 @@ def recorded(seed):
     chosen = np.random.default_rng(0).integers(4, size=(30, 3, 5))
     frames = []
     for turn, rows in enumerate(chosen):
-        world.begin_turn()
+        world.begin_turn(np.ones(world.envs, np.bool_))
         frames += [array.copy() for array in world.observe().values()]
         frames += [outcome.reward for outcome in world.act(actions_of(*rows)).values()]
         world.reset(np.full(5, turn == 20))
@@ -233,7 +233,7 @@ def test_observations_of_earlier_turns_stay_as_they_were():
     world = TreasureHunt(4, 1, gem_probability=0.5)
     seen = world.observe()
     kept = {agent: rows.copy() for agent, rows in seen.items()}
-    world.begin_turn()
+    world.begin_turn(np.ones(world.envs, np.bool_))
     world.act(actions_of([0] * 4, [1] * 4, [2] * 4))
     world.observe()
     assert all((seen[agent] == kept[agent]).all() for agent in seen)
@@ -340,7 +340,7 @@ def test_hunt_under_any_actions_equals_reference(seed, *, size, agents, view, ki
     world = TreasureHunt(envs, seed, agents=agents, size=size, view=view, items=paid, gem_probability=0.2)
     for _ in range(turns):
         before = world.cells
-        world.begin_turn()
+        world.begin_turn(np.ones(world.envs, np.bool_))
         changed = world.cells != before
         assert (before[changed] == EMPTY).all()
         assert ((world.cells[changed] >= FIRST_ITEM) & (world.cells[changed] < FIRST_ITEM + kinds)).all()

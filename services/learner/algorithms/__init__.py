@@ -17,5 +17,7 @@ ALGORITHMS: dict[str, Callable[[AgentSpec, LearnerConfig, torch.device, int], DQ
 def build_algorithm(spec: AgentSpec, config: LearnerConfig, device: torch.device, seed: int) -> DQN:
     """The algorithm that the config names."""
     if config.algorithm not in ALGORITHMS:
-        raise ConfigError(f"learner.algorithm = {config.algorithm!r}: known are {', '.join(sorted(ALGORITHMS))}")
+        raise ConfigError(
+            f"learner.algorithm = {config.algorithm!r}: known are {', '.join(sorted(ALGORITHMS))}"
+        )
     return ALGORITHMS[config.algorithm](spec, config, device, seed)

@@ -64,11 +64,13 @@ class DQN:
 
         loss_value = loss.item()
         if not math.isfinite(loss_value):
-            return self._skip("loss", loss_value)
+            self._skip("loss", loss_value)
+            return None
         loss.backward()  # type: ignore[no-untyped-call]
         grad_norm = clipped_step(self.optimizer, self.parameters, self.config.clip_norm)
         if not math.isfinite(grad_norm):
-            return self._skip("gradient norm", grad_norm)
+            self._skip("gradient norm", grad_norm)
+            return None
         self.updates += 1
         self.target.follow(self.updates)
         return self._report(td.detach(), values.detach(), targets, loss_value, grad_norm)
@@ -79,7 +81,7 @@ class DQN:
 
     @torch.no_grad()
     def _targets(self, returns: Tensor, discounts: Tensor, next_observation: Tensor) -> Tensor:
-        target_values = self.target.network(next_observation)
+        target_values: Tensor = self.target.network(next_observation)
         if self.config.double:
             best = self.online(next_observation).argmax(1, keepdim=True)
             bootstrap = target_values.gather(1, best).squeeze(1)
@@ -87,7 +89,9 @@ class DQN:
             bootstrap = target_values.amax(1)
         return self.config.reward_scale * returns + discounts * bootstrap
 
-    def _report(self, td: Tensor, values: Tensor, targets: Tensor, loss: float, grad_norm: float) -> UpdateReport:
+    def _report(
+        self, td: Tensor, values: Tensor, targets: Tensor, loss: float, grad_norm: float
+    ) -> UpdateReport:
         priorities = td.abs()
         q_mean = float(values.mean())
         self.target.watch(abs(q_mean), abs(float(targets.mean())))
@@ -104,7 +108,9 @@ class DQN:
 
     def policy(self) -> Tensors:
         """What actors need: the online network. Copies, because training goes on in place."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.online.state_dict().items()}
+        return {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in self.online.state_dict().items()
+        }
 
     def load_policy(self, tensors: Tensors) -> None:
         """Starts from published weights alone: the target is copied, the optimizer fresh."""

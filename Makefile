@@ -1,0 +1,41 @@
+# Everything here works on a fresh machine with Python >= 3.11 and make: targets set up .venv by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+
+.PHONY: help setup train test test-fast lint types clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+setup: $(READY) ## create .venv and install everything
+
+# torch is installed by itself and by exact version: a range would pull a build with several GB of CUDA packages.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Rookery needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@touch $(READY)
+
+train: $(READY) ## train 3 agents in treasure hunt for two minutes (ARGS="--seed 1" for more)
+	$(BIN)/rookery train $(ARGS)
+
+test: lint types $(READY) ## lint, types, unit tests, integration tests (no Docker)
+	$(BIN)/pytest -q tests
+
+test-fast: $(READY) ## unit tests only
+	$(BIN)/pytest -q tests -m 'not integration'
+
+lint: $(READY) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## mypy, strict
+	$(BIN)/mypy
+
+clean: ## remove .venv and caches (runs/ stays)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

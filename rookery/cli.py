@@ -1,0 +1,291 @@
+"""`rookery`: trains, evaluates, watches and pauses runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from rookery.client import RunClient
+from rookery.launcher import Ending, Launcher
+from rookery.run_directory import RunDirectory, create_run, open_run, ports_are_free, with_free_ports
+from rookery.summary import draw_curves, write_summary
+from rookery.view import View, render_status
+from shared.config import Config, build_config, load_config, merged
+from shared.errors import ConfigError, PeerSilent, RookeryError
+from shared.logs import set_up_logging
+
+EVAL_SEED_OFFSET = 1_000_003  # greedy epochs are played on other seeds than training
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    set_up_logging("rookery", "command-line", "warning")
+    try:
+        return int(options.command(options))
+    except RookeryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="rookery", description="Trains many independent reinforcement-learning agents at once."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train, as local processes",
+        description="Starts replay, parameter server, learners and actors as local processes and trains. "
+        "Ctrl-C ends the run cleanly; --resume continues it.",
+    )
+    train.add_argument(
+        "config", nargs="?", type=Path, help="config.yaml (default: treasure hunt with 3 agents)"
+    )
+    train.add_argument("--actors", type=int, metavar="N", help="actor processes (actor.count)")
+    train.add_argument("--agents", type=int, metavar="N", help="agents in the world (world.agents)")
+    length = train.add_mutually_exclusive_group()
+    length.add_argument(
+        "--minutes", type=float, metavar="M", help="train for M minutes; with --resume: M more"
+    )
+    length.add_argument("--agent-steps", type=int, metavar="N", help="train for N steps, summed over agents")
+    train.add_argument("--seed", type=int, metavar="S")
+    train.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<world>-<time>")
+    train.add_argument("--resume", type=Path, metavar="RUN", help="continue this run where it stopped")
+    train.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override any config key"
+    )
+    train.set_defaults(command=train_command)
+
+    evaluate = commands.add_parser("eval", help="play greedy episodes with a run's weights")
+    evaluate.add_argument("run", type=Path, metavar="RUN")
+    evaluate.add_argument("--episodes", type=int, default=300, metavar="N")
+    evaluate.add_argument("--version", type=int, metavar="V", help="of every agent (default: the newest)")
+    evaluate.add_argument("--seed", type=int, metavar="S", help="default: derived from the run's seed")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
+    evaluate.set_defaults(command=eval_command)
+
+    status = commands.add_parser("status", help="what runs, how fast, how stale, who waits for whom")
+    status.add_argument("run", type=Path, metavar="RUN")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    status.set_defaults(command=status_command)
+
+    for action, text in (("pause", "hold a run: nothing is played or trained"), ("resume", "let it go on")):
+        command = commands.add_parser(action, help=text)
+        command.add_argument("run", type=Path, metavar="RUN")
+        command.set_defaults(command=control_command, action=action)
+    return parser
+
+
+# --- train ----------------------------------------------------------------------------------------------
+
+
+def train_command(options: argparse.Namespace) -> int:
+    """`rookery train`."""
+    if options.resume:
+        run, config = _resumed(options)
+    else:
+        run, config = create_run(load_config(options.config, _settings(options)), options.run_dir)
+    view = View(config)
+    view.say(f"run {run.path}")
+    try:
+        ending = Launcher(run, config, view).launch(resume=bool(options.resume))
+    finally:
+        view.close()
+    return _finish(run, config, view, ending)
+
+
+def _settings(options: argparse.Namespace) -> list[str]:
+    """The flags as settings; --set comes last and wins."""
+    flags = {
+        "actor.count": options.actors,
+        "world.agents": options.agents,
+        "seed": options.seed,
+        "run.agent_steps": options.agent_steps,
+        "run.minutes": options.minutes,
+    }
+    settings = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    if options.agent_steps is not None:
+        settings.append("run.minutes=null")
+    return [*settings, *options.set]
+
+
+def _resumed(options: argparse.Namespace) -> tuple[RunDirectory, Config]:
+    for flag, value in (
+        ("a config file", options.config),
+        ("--run-dir", options.run_dir),
+        ("--agents", options.agents),
+    ):
+        if value is not None:
+            raise ConfigError(f"--resume continues a run with its own config; leave out {flag}")
+    run = open_run(options.resume)
+    settings = _settings(options)
+    config = load_config(run.config_path, settings, environment={})
+    if options.minutes is not None:
+        total_minutes = run.elapsed_s() / 60.0 + options.minutes
+        config = build_config(merged(config.model_dump(mode="json"), {"run": {"minutes": total_minutes}}))
+    if not ports_are_free(config):
+        _refuse_if_running(run, config)
+        config = with_free_ports(config, run.path)
+    run.write_config(config)
+    return run, config
+
+
+def _refuse_if_running(run: RunDirectory, config: Config) -> None:
+    try:
+        with RunClient(config, timeout_s=1.0):
+            raise ConfigError(f"{run.path} is running already; see `rookery status {run.path}`")
+    except PeerSilent:
+        return  # its ports belong to somebody else now
+
+
+def _finish(run: RunDirectory, config: Config, view: View, ending: Ending) -> int:
+    eval_returns: dict[str, float | None] = {}
+    if not ending.interrupted and config.run.eval_episodes:
+        view.say(f"playing {config.run.eval_episodes} greedy epochs")
+        played = evaluate_run(run, config.run.eval_episodes, None, None)
+        eval_returns = {agent: float(returns.mean()) for agent, returns in played["returns"].items()}
+    summary = write_summary(run, config, ending, eval_returns)
+    picture = run.plots / "learning_curve.png"
+    drawn = draw_curves(run, picture)
+    _print_summary(view, run, summary)
+    if drawn:
+        view.say(f"curves  {picture}")
+    if ending.interrupted:
+        view.say(f"continue with: rookery train --resume {run.path}")
+    return 0
+
+
+def _print_summary(view: View, run: RunDirectory, summary: dict[str, Any]) -> None:
+    view.say(
+        f"{summary['epochs']:,} epochs, {summary['agent_steps']:,} agent steps "
+        f"in {summary['elapsed_s']:.0f} s ({summary['agent_steps_per_s']:,.0f}/s)"
+    )
+    for agent, figures in summary["agents"].items():
+        evaluation = figures["eval_return"]
+        view.say(
+            f"  {agent}: return {figures['first_return']} -> {figures['last_return']}"
+            + (f", greedy {evaluation:.1f}" if evaluation is not None else "")
+            + f", {figures['updates']:,} updates ({figures['updates_per_s']:.0f}/s)"
+            + f", version {figures['version']}"
+        )
+    if summary["ledger"]:
+        view.say("ledger  " + ", ".join(f"{name} {value:,}" for name, value in summary["ledger"].items()))
+    view.say(f"summary {run.summary_path}")
+
+
+# --- eval, status, pause, resume ------------------------------------------------------------------------
+
+
+def evaluate_run(run: RunDirectory, episodes: int, version: int | None, seed: int | None) -> dict[str, Any]:
+    """Greedy returns by agent, and the versions that played."""
+    # torch is slow to load and only needed here
+    from services.actor.evaluation import PolicyWeights, greedy_returns  # noqa: PLC0415
+
+    config = run.config()
+    agents = run.agents()
+    if not agents:
+        raise ConfigError(f"{run.path} has no weights yet: nothing was trained")
+    stored = {agent: run.weights(agent, version) for agent in agents}
+    weights = {agent: PolicyWeights(own.version, own.tensors) for agent, own in stored.items()}
+    played_seed = config.seed + EVAL_SEED_OFFSET if seed is None else seed
+    returns = greedy_returns(config, weights, episodes, played_seed)
+    return {"returns": returns, "versions": {agent: own.version for agent, own in weights.items()}}
+
+
+def eval_command(options: argparse.Namespace) -> int:
+    """`rookery eval`."""
+    if options.episodes < 1:
+        raise ConfigError(f"--episodes {options.episodes}: at least 1")
+    played = evaluate_run(open_run(options.run), options.episodes, options.version, options.seed)
+    returns: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = played["returns"]
+    result = {
+        "episodes": options.episodes,
+        "mean_return": float(np.mean([values.mean() for values in returns.values()])),
+        "agents": {
+            agent: {
+                "version": played["versions"][agent],
+                "eval_return": float(values.mean()),
+                "standard_error": float(values.std() / np.sqrt(len(values))),
+            }
+            for agent, values in returns.items()
+        },
+    }
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    for agent, figures in result["agents"].items():
+        mean, error = figures["eval_return"], figures["standard_error"]
+        print(f"{agent}  {mean:8.2f} +- {error:.2f}  version {figures['version']}")
+    print(f"mean     {result['mean_return']:8.2f}  over {options.episodes} greedy epochs")
+    return 0
+
+
+def status_command(options: argparse.Namespace) -> int:
+    """`rookery status`."""
+    run = open_run(options.run)
+    config = run.config()
+    try:
+        with RunClient(config) as client:
+            status, replays = client.status(), client.replay_stats()
+    except PeerSilent:
+        return _status_of_the_dead(run, options.json)
+    if options.json:
+        answer = status.model_dump(mode="json")
+        answer["replay"] = [stats.model_dump(mode="json") if stats else None for stats in replays]
+        print(json.dumps(answer, indent=2))
+        return 0
+    console = Console()
+    console.print(render_status(status, config))
+    for number, stats in enumerate(replays):
+        if stats is None:
+            console.print(f"replay-{number} does not answer", highlight=False)
+            continue
+        for agent, buffer in stats.buffers.items():
+            limiter = buffer.limiter
+            blocked = (
+                f"; {limiter.blocked} blocked for {limiter.since_s:.1f} s: {limiter.reason}"
+                if limiter.blocked
+                else ""
+            )
+            console.print(
+                f"replay-{number} {agent}: {buffer.drawable_steps:,} of {buffer.capacity_steps:,} steps, "
+                f"{buffer.held_requests} requests held{blocked}",
+                highlight=False,
+            )
+    return 0
+
+
+def _status_of_the_dead(run: RunDirectory, as_json: bool) -> int:
+    summary = json.loads(run.summary_path.read_text()) if run.summary_path.exists() else None
+    if as_json:
+        print(
+            json.dumps({"state": "not running", "elapsed_s": run.elapsed_s(), "summary": summary}, indent=2)
+        )
+        return 0
+    print(f"{run.path} is not running; {run.elapsed_s():.0f} s trained so far")
+    if summary:
+        print(f"its summary: {run.summary_path}")
+    print(f"continue with: rookery train --resume {run.path}")
+    return 0
+
+
+def control_command(options: argparse.Namespace) -> int:
+    """`rookery pause` and `rookery resume`."""
+    run = open_run(options.run)
+    with RunClient(run.config()) as client:
+        print(f"{run.path} is {client.control(options.action).state}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

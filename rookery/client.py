@@ -1,0 +1,90 @@
+"""Short questions to a running run, for the command line."""
+
+from __future__ import annotations
+
+import uuid
+from types import TracebackType
+from typing import Any
+
+import zmq
+
+from shared.config import Config
+from shared.errors import PeerSilent
+from shared.links.requests import RequestSender
+from shared.loop import Loop
+from shared.messages import (
+    ControlReply,
+    ControlRequest,
+    Hello,
+    ReplayStats,
+    ReplayStatsRequest,
+    RunStatus,
+    StatusRequest,
+    Welcome,
+)
+
+
+class RunClient:
+    """A connection to a run's parameter server and replay services, for a few questions."""
+
+    def __init__(self, config: Config, timeout_s: float = 3.0) -> None:
+        self.config, self.timeout_s = config, timeout_s
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.loop = Loop()
+        self.params = self._open(config.endpoints.params)
+
+    def __enter__(self) -> RunClient:
+        try:
+            hello = Hello(service="client", instance="command line", incarnation=uuid.uuid4().hex)
+            welcome = self.params.call(hello, timeout_s=self.timeout_s).message
+        except PeerSilent:
+            self.close()
+            raise PeerSilent(
+                f"nothing answers at {self.config.endpoints.params}: the run is not running"
+            ) from None
+        assert isinstance(welcome, Welcome)
+        self.params.run = welcome.run_id
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.loop.close()
+        self.context.destroy(linger=0)
+
+    def status(self) -> RunStatus:
+        answer = self.params.call(StatusRequest(), timeout_s=self.timeout_s).message
+        assert isinstance(answer, RunStatus)
+        return answer
+
+    def control(self, action: str, target: str = "", values: dict[str, float] | None = None) -> ControlReply:
+        request = ControlRequest(action=action, target=target, values=values or {})
+        answer = self.params.call(request, timeout_s=self.timeout_s).message
+        assert isinstance(answer, ControlReply)
+        return answer
+
+    def replay_stats(self) -> list[ReplayStats | None]:
+        """Of each replay service; None: it does not answer."""
+        return [self._stats_of(endpoints.requests) for endpoints in self.config.endpoints.replay]
+
+    def _stats_of(self, endpoint: str) -> ReplayStats | None:
+        link = self._open(endpoint)
+        link.run = self.params.run
+        try:
+            answer = link.call(ReplayStatsRequest(), timeout_s=self.timeout_s).message
+        except PeerSilent:
+            return None
+        assert isinstance(answer, ReplayStats)
+        return answer
+
+    def _open(self, endpoint: str) -> RequestSender:
+        return RequestSender(
+            self.context,
+            self.loop,
+            endpoint,
+            identity=uuid.uuid4().hex,
+            max_message_bytes=self.config.limits.max_message_bytes,
+        )

@@ -1,0 +1,266 @@
+"""A local run, from the first process to the summary. All wiring of a local run is in `_start_services`.
+
+The parameter server owns the run's state; the launcher only starts processes, starts them again when they
+die, shows what the parameter server broadcasts, and asks it to drain when a person presses Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from rookery.processes import Child, Processes
+from rookery.run_directory import RunDirectory
+from rookery.view import View
+from shared.codec import Received
+from shared.config import Config
+from shared.errors import ConfigError, PeerSilent, RookeryError
+from shared.links.broadcast import BroadcastListener
+from shared.links.requests import RequestSender
+from shared.logs import get_logger
+from shared.loop import Loop
+from shared.messages import (
+    ControlRequest,
+    Hello,
+    Ledger,
+    LedgerRequest,
+    Message,
+    Release,
+    Request,
+    RunStatus,
+    StatusRequest,
+    Welcome,
+)
+
+log = get_logger()
+
+INTERRUPT_DRAIN_S = 3.2  # after Ctrl-C; together with the rest it must stay below 5 s
+END_GRACE_S = 1.0
+START_TIMEOUT_S = 60.0
+ANSWER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What is known when all processes have ended."""
+
+    status: RunStatus
+    ledger: dict[str, int]
+    interrupted: bool
+    wall_s: float
+    restarts: dict[str, int]
+
+
+class Launcher:
+    """Runs one local run to its end."""
+
+    def __init__(self, run: RunDirectory, config: Config, view: View) -> None:
+        self.run, self.config, self.view = run, config, view
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.loop = Loop()
+        self.processes = Processes(run.logs)
+        self.status: RunStatus | None = None
+        self.interrupted = 0
+        self.started = time.monotonic()
+        self.fatal = ""
+
+    def launch(self, resume: bool) -> Ending:
+        """Starts everything, returns when everything has ended."""
+        self.loop.on_signal(signal.SIGINT, self.on_interrupt)
+        self.loop.on_signal(signal.SIGTERM, self.on_interrupt)
+        self.loop.on_signal(signal.SIGCHLD, self.on_child_ended)
+        ledger: dict[str, int] = {}
+        try:
+            self._start_services(resume)
+            self._watch()
+            ledger = self._ledger()
+            self._final_status()
+        finally:
+            self.processes.end(END_GRACE_S)
+            self.loop.close()
+            self.context.destroy(linger=0)
+        if self.fatal:
+            raise ConfigError(self.fatal)
+        if self.status is None:
+            raise PeerSilent(f"the run ended before it began; see {self.run.logs}")
+        restarts = {
+            child.instance: child.restarts for child in self.processes.children.values() if child.restarts
+        }
+        return Ending(self.status, ledger, bool(self.interrupted), time.monotonic() - self.started, restarts)
+
+    # --- wiring -----------------------------------------------------------------------------------------
+
+    def _start_services(self, resume: bool) -> None:
+        common = ["--config", str(self.run.config_path), "--run-dir", str(self.run.path)]
+        self.processes.add("param_server", "param_server", common)
+        if resume:  # services that join a finished run would leave at once: first make it run again
+            self._join()
+            self._resume()
+        for number in range(len(self.config.endpoints.replay)):
+            self.processes.add(f"replay-{number}", "replay", [*common, "--number", str(number)])
+        for number in range(self.config.actor.count):
+            self.processes.add(f"actor-{number}", "actor", common)
+        for number in range(self.config.world.agents):
+            self.processes.add(f"learner-{number}", "learner", common)
+        if not resume:
+            self._join()
+
+    def _join(self) -> None:
+        """Connects to the parameter server as soon as it answers."""
+        self.params = self._open(self.config.endpoints.params)
+        hello = Hello(service="launcher", instance="launcher", incarnation=uuid.uuid4().hex)
+        welcome = self._call(self.params, hello, START_TIMEOUT_S)
+        assert isinstance(welcome, Welcome)
+        self.params.run = welcome.run_id
+        self.listener = BroadcastListener(
+            self.context,
+            self.loop,
+            self.config.endpoints.broadcast,
+            run=welcome.run_id,
+            max_message_bytes=self.config.limits.max_message_bytes,
+            on_status=self.on_run_status,
+        )
+
+    def _resume(self) -> None:
+        self._call(self.params, ControlRequest(action="resume"), START_TIMEOUT_S)
+
+    def _open(self, endpoint: str) -> RequestSender:
+        return RequestSender(
+            self.context,
+            self.loop,
+            endpoint,
+            identity=uuid.uuid4().hex,
+            max_message_bytes=self.config.limits.max_message_bytes,
+        )
+
+    def _call(self, link: RequestSender, message: Request, timeout_s: float) -> Message:
+        """Asks and waits, while children that die are still noticed."""
+        outcome: list[Received | RookeryError] = []
+        link.ask(
+            message, on_reply=outcome.append, on_failure=outcome.append, timeout_s=timeout_s, retry_s=0.3
+        )
+        self._turn_until(lambda: bool(outcome) or bool(self.fatal), timeout_s + 1.0)
+        if self.fatal:
+            raise ConfigError(self.fatal)
+        if not outcome:
+            raise PeerSilent(f"{link.endpoint} did not answer; see {self.run.logs}")
+        if isinstance(outcome[0], RookeryError):
+            raise outcome[0]
+        return outcome[0].message
+
+    def _turn_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        return self.loop.turn_until(condition, timeout_s)
+
+    # --- while it runs ----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Until the run is finished, or until a person has waited long enough for it to drain."""
+        while not self._ended():
+            self.loop.turn(block=True)
+
+    def _ended(self) -> bool:
+        finished = self.status is not None and self.status.state == "finished"
+        workers = any(
+            child.module in ("services.actor", "services.learner") for child in self.processes.running
+        )
+        return (finished and not workers) or self.loop.stopping or bool(self.fatal)
+
+    def on_run_status(self, status: RunStatus) -> None:
+        self.status = status
+        restarts = sum(child.restarts for child in self.processes.children.values())
+        self.view.show(status, restarts)
+
+    def on_interrupt(self) -> None:
+        """The first asks the run to drain, the second ends it now."""
+        self.interrupted += 1
+        if self.interrupted > 1:
+            self.loop.stop("interrupted twice")
+            return
+        self.view.say("draining: actors flush, learners checkpoint (Ctrl-C again to end at once)")
+        self.params.ask(
+            ControlRequest(action="drain"),
+            on_reply=lambda _received: None,
+            on_failure=lambda error: log.warning("cannot drain", reason=str(error)),
+            timeout_s=2.0,
+            retry_s=0.5,
+        )
+        self.loop.after(INTERRUPT_DRAIN_S, lambda: self.loop.stop("drained for long enough"))
+
+    def on_child_ended(self) -> None:
+        for child, code in self.processes.reap():
+            self._on_ended(child, code)
+
+    def _on_ended(self, child: Child, code: int) -> None:
+        winding_down = self.interrupted or (self.status and self.status.state in ("draining", "finished"))
+        if code == 0 and (winding_down or child.module in ("services.actor", "services.learner")):
+            child.finished = True
+            return
+        if code == 2:
+            self.fatal = f"{child.instance} cannot work with this config: {self._last_words(child)}"
+            return
+        if winding_down and child.module in ("services.actor", "services.learner"):
+            child.finished = True  # there is nothing left for it to do
+            return
+        wait_s = self.processes.start_again(child)
+        how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        self.view.say(
+            f"{child.instance} {how}; starting it again" + (f" in {wait_s:.1f} s" if wait_s else "")
+        )
+        self._release(child)
+        self.loop.after(wait_s, self.processes.start_due)
+
+    def _release(self, child: Child) -> None:
+        """We saw it die: its lease need not be waited for."""
+        if not child.module.endswith(("actor", "learner")):
+            return
+        self.params.ask(
+            Release(instance=child.instance),
+            on_reply=lambda _received: None,
+            on_failure=lambda error: log.warning("lease not released", reason=str(error)),
+            timeout_s=10.0,
+        )
+
+    def _last_words(self, child: Child) -> str:
+        lines = (self.run.logs / f"{child.instance}.log").read_text(errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+
+    # --- the end ----------------------------------------------------------------------------------------
+
+    def _ledger(self) -> dict[str, int]:
+        """Every step accounted for, summed over the replay services."""
+        total: dict[str, int] = {}
+        for endpoints in self.config.endpoints.replay:
+            link = self._open(endpoints.requests)
+            link.run = self.params.run
+            try:
+                ledger = self._call(link, LedgerRequest(closing=True), 1.0 if self.interrupted else ANSWER_S)
+            except RookeryError as error:
+                self.view.say(f"no ledger: {error}")
+                return {}
+            assert isinstance(ledger, Ledger)
+            for name in (
+                "produced",
+                "stored",
+                "in_flight",
+                "abandoned",
+                "duplicates_dropped",
+                "stored_twice",
+                "lost",
+            ):
+                total[name] = total.get(name, 0) + getattr(ledger, name)
+        return total
+
+    def _final_status(self) -> None:
+        try:
+            status = self._call(self.params, StatusRequest(), 1.0 if self.interrupted else ANSWER_S)
+        except RookeryError as error:
+            log.warning("no final status; the last broadcast is used", reason=str(error))
+            return
+        assert isinstance(status, RunStatus)
+        self.status = status

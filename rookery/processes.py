@@ -1,0 +1,131 @@
+"""The processes of a local run: started, watched, started again when they die, and never left behind.
+
+Each child holds the reading end of a pipe whose writing end only this process has: when this process is
+gone, however it went, the children notice and end. They live in sessions of their own, so that the terminal's
+Ctrl-C reaches the launcher alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.logs import get_logger
+
+log = get_logger()
+
+STABLE_S = 10.0  # a process that lived this long is started again at once
+FIRST_BACKOFF_S = 0.2
+LAST_BACKOFF_S = 5.0
+
+
+@dataclass(slots=True)
+class Child:
+    """One service and how to start it."""
+
+    instance: str
+    module: str
+    arguments: list[str]
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    restarts: int = 0
+    backoff_s: float = FIRST_BACKOFF_S
+    due: float = field(default=0.0)  # when it may be started (again)
+    finished: bool = False  # ended on purpose
+
+
+class Processes:
+    """All children of the launcher."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self.children: dict[str, Child] = {}
+        self._pipe_read, self._pipe_write = os.pipe()
+        os.set_inheritable(self._pipe_read, True)
+
+    def add(self, instance: str, service: str, arguments: list[str]) -> None:
+        """Starts a service under this name."""
+        child = Child(instance, f"services.{service}", [*arguments, "--instance", instance])
+        self.children[instance] = child
+        self._start(child)
+
+    def reap(self) -> list[tuple[Child, int]]:
+        """The children that ended since the last call, with their exit codes (negative: the signal)."""
+        ended: list[tuple[Child, int]] = []
+        for child in self.children.values():
+            if child.process is not None and (code := child.process.poll()) is not None:
+                child.process = None
+                ended.append((child, code))
+        return ended
+
+    def start_again(self, child: Child) -> float:
+        """Plans the next start; returns how long it waits. A process that keeps dying waits longer."""
+        lived_s = time.monotonic() - child.started
+        child.backoff_s = FIRST_BACKOFF_S if lived_s > STABLE_S else min(LAST_BACKOFF_S, 2 * child.backoff_s)
+        wait_s = 0.0 if lived_s > STABLE_S else child.backoff_s
+        child.due = time.monotonic() + wait_s
+        return wait_s
+
+    def start_due(self) -> None:
+        """Starts what is due."""
+        now = time.monotonic()
+        for child in self.children.values():
+            if child.process is None and not child.finished and child.due <= now:
+                child.restarts += 1
+                self._start(child)
+
+    @property
+    def running(self) -> list[Child]:
+        return [child for child in self.children.values() if child.process is not None]
+
+    def signal(self, number: signal.Signals, services: tuple[str, ...] = ()) -> None:
+        """Sends a signal to the running children (of these services)."""
+        for child in self.running:
+            if not services or child.module.removeprefix("services.") in services:
+                assert child.process is not None
+                child.process.send_signal(number)
+
+    def end(self, grace_s: float) -> None:
+        """SIGTERM, then after the grace SIGKILL; returns when no child is left."""
+        for child in self.children.values():
+            child.finished = True
+        self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        for child in self.running:
+            assert child.process is not None
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.warning("did not end in time; killed", instance=child.instance)
+                child.process.kill()
+                child.process.wait()
+            child.process = None
+        os.close(self._pipe_read)
+        os.close(self._pipe_write)
+
+    def _start(self, child: Child) -> None:
+        command = [sys.executable, "-m", child.module, *child.arguments, "--parent-fd", str(self._pipe_read)]
+        with (self._logs / f"{child.instance}.log").open("ab") as output:
+            child.process = subprocess.Popen(  # noqa: S603 - our own interpreter and our own modules
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(self._pipe_read,),
+                start_new_session=True,
+                env=_environment(),
+            )
+        child.started = time.monotonic()
+        child.due = float("inf")
+
+
+def _environment() -> dict[str, str]:
+    """One thread for each process: several share few cores, and threads that wait for others only spin."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ROOKERY_")}
+    return inherited | threads

@@ -1,0 +1,143 @@
+"""What a person sees while a run goes on: a live table on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from shared.config import Config
+from shared.messages import RunStatus, ServiceStatus
+
+PLAIN_EVERY_S = 10.0
+
+
+class View:
+    """Shows a run's status as it comes."""
+
+    def __init__(self, config: Config, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._config = config
+        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        self._last_plain = -1e9
+        self._last_state = ""
+        if self._live:
+            self._live.start()
+
+    def show(self, status: RunStatus, restarts: int) -> None:
+        if self._live:
+            self._live.update(render_progress(status, self._config, restarts), refresh=True)
+            return
+        now = time.monotonic()
+        if now - self._last_plain >= PLAIN_EVERY_S or status.state != self._last_state:
+            self._last_plain, self._last_state = now, status.state
+            self.console.print(headline(status, self._config, restarts), highlight=False, soft_wrap=True)
+            for agent in status.agents:
+                self.console.print("  " + _plain_agent(status, agent), highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+
+
+def render_progress(status: RunStatus, config: Config, restarts: int) -> Group:
+    """The headline, one row for each agent, and who waits for whom."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("agent")
+    for name in ("return", "loss", "updates/s", "steps/s", "version", "lag", "replay"):
+        table.add_column(name, justify="right")
+    for agent in status.agents:
+        table.add_row(agent, *agent_cells(status, agent))
+    waits = [
+        f"{service.instance} waits for {service.waiting_for}"
+        for service in status.services
+        if service.waiting_for
+    ]
+    headings = Text(headline(status, config, restarts), style="bold")
+    return Group(headings, table, *(Text(line, style="dim") for line in waits[:4]))
+
+
+def headline(status: RunStatus, config: Config, restarts: int) -> str:
+    """The run as a whole in one line."""
+    limit = f" of {config.run.minutes * 60:.0f}" if config.run.minutes else ""
+    parts = [
+        status.state,
+        f"{status.elapsed_s:.0f}{limit} s",
+        f"epoch {status.epochs:,}",
+        f"{status.agent_steps:,} agent steps",
+        f"{total(status, 'env_steps_per_s'):,.0f} env steps/s",
+        f"{total(status, 'updates_per_s'):,.0f} updates/s",
+    ]
+    if restarts:
+        parts.append(f"{restarts} restarts")
+    return " | ".join(parts)
+
+
+def agent_cells(status: RunStatus, agent: str) -> list[str]:
+    """return, loss, updates/s, steps/s, version, lag, replay fill."""
+    own, seen = status.agents[agent], learner_metrics(status, agent)
+    fill = next((s.metrics[f"fill.{agent}"] for s in status.services if f"fill.{agent}" in s.metrics), None)
+    return [
+        _number(own.recent_return, ".1f"),
+        _number(seen.get("loss"), ".4f"),
+        _number(seen.get("updates_per_s"), ".0f"),
+        _number(total(status, "env_steps_per_s"), ",.0f"),
+        str(own.version),
+        _number(seen.get("lag"), ".1f"),
+        _number(fill, ".0%"),
+    ]
+
+
+def learner_metrics(status: RunStatus, agent: str) -> dict[str, float]:
+    """What the agent's learner last said of itself."""
+    return next((s.metrics for s in status.services if s.service == "learner" and s.holds == agent), {})
+
+
+def total(status: RunStatus, metric: str) -> float:
+    """A figure summed over all services."""
+    return sum(service.metrics.get(metric, 0.0) for service in status.services)
+
+
+def render_status(status: RunStatus, config: Config) -> Group:
+    """`rookery status`: what runs, since when, how fast, how stale, who waits for whom."""
+    services = Table(box=None, pad_edge=False, title="services", title_justify="left")
+    for name in ("instance", "holds", "pid", "host", "up", "seen", "ready", "waits for"):
+        services.add_column(name)
+    for service in status.services:
+        services.add_row(*_service_cells(service))
+    return Group(render_progress(status, config, 0), Text(""), services)
+
+
+def _service_cells(service: ServiceStatus) -> list[str]:
+    return [
+        service.instance,
+        service.holds,
+        str(service.pid),
+        service.host,
+        _duration(service.up_s),
+        f"{service.seen_s:.1f} s ago",
+        "yes" if service.ready else "not yet",
+        service.waiting_for,
+    ]
+
+
+def _plain_agent(status: RunStatus, agent: str) -> str:
+    names = ("return", "loss", "updates/s", "steps/s", "version", "lag", "replay")
+    cells = zip(names, agent_cells(status, agent), strict=True)
+    return f"{agent}: " + ", ".join(f"{name} {cell}" for name, cell in cells)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

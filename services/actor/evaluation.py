@@ -1,0 +1,64 @@
+"""Greedy play: whole epochs with fixed weights, nothing explored, nothing recorded (MISSION A7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.actor.policies import PolicyGroup, group_agents
+from shared.codec import Arrays
+from shared.config import Config
+from worlds.base import AgentActions, World
+from worlds.registry import build_world
+
+MOST_ENVS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyWeights:
+    """One agent's weights at one version."""
+
+    version: int
+    tensors: Arrays
+
+
+def greedy_returns(
+    config: Config, weights: Mapping[str, PolicyWeights], episodes: int, seed: int
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Each agent's return in each of `episodes` greedy epochs."""
+    envs = min(episodes, MOST_ENVS)
+    world = build_world(config.world, envs, seed)
+    groups = group_agents(config, world.specs, envs)
+    for group in groups:
+        for agent in group.agents:
+            group.load(agent, weights[agent].version, weights[agent].tensors)
+    rounds = [_one_round(world, groups) for _ in range(-(-episodes // envs))]
+    return {agent: np.concatenate([played[agent] for played in rounds])[:episodes] for agent in world.specs}
+
+
+def _one_round(world: World, groups: list[PolicyGroup]) -> dict[str, npt.NDArray[np.float64]]:
+    everywhere = np.ones(world.envs, np.bool_)
+    world.reset(everywhere)
+    for group in groups:
+        group.forget(everywhere)
+    returns = {agent: np.zeros(world.envs) for agent in world.specs}
+    alive = {agent: everywhere.copy() for agent in world.specs}
+    for _ in range(world.max_turns):
+        world.begin_turn(everywhere)
+        for agent, outcome in world.act(_greedy_actions(world, groups)).items():
+            returns[agent] += np.where(alive[agent], outcome.reward, 0.0)
+            alive[agent] &= ~outcome.terminated
+    return returns
+
+
+def _greedy_actions(world: World, groups: list[PolicyGroup]) -> dict[str, AgentActions]:
+    observations = world.observe()
+    actions: dict[str, AgentActions] = {}
+    for group in groups:
+        group.observe([observations[agent] for agent in group.agents])
+        for agent, chosen in zip(group.agents, group.best_actions(), strict=True):
+            actions[agent] = AgentActions(discrete=chosen)
+    return actions
