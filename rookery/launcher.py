@@ -41,7 +41,9 @@ from shared.messages import (
 log = get_logger()
 
 INTERRUPT_DRAIN_S = 3.2  # after Ctrl-C; together with the rest it must stay below 5 s
-END_GRACE_S = 1.0
+INTERRUPT_GRACE_S = 1.0
+END_GRACE_S = 10.0  # replay puts its files on the disk
+HANGING_S = 5.0  # a process that is still there so long after the run has finished is ended
 START_TIMEOUT_S = 60.0
 ANSWER_S = 5.0
 
@@ -82,7 +84,7 @@ class Launcher:
             ledger = self._ledger()
             self._final_status()
         finally:
-            self.processes.end(END_GRACE_S)
+            self.processes.end(INTERRUPT_GRACE_S if self.interrupted else END_GRACE_S)
             self.loop.close()
             self.context.destroy(linger=0)
         if self.fatal:
@@ -172,6 +174,8 @@ class Launcher:
         return (finished and not workers) or self.loop.stopping or bool(self.fatal)
 
     def on_run_status(self, status: RunStatus) -> None:
+        if status.state == "finished" and (self.status is None or self.status.state != "finished"):
+            self.loop.after(HANGING_S, lambda: self.loop.stop("the run is finished"))
         self.status = status
         restarts = sum(child.restarts for child in self.processes.children.values())
         self.view.show(status, restarts)

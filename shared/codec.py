@@ -31,7 +31,7 @@ MAX_ARRAY_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message as it came in, with its arrays as read-only views on the frames."""
+    """A message as it came in, with its arrays as views on the frames: for reading only."""
 
     message: Message
     arrays: dict[str, Array]
@@ -86,9 +86,7 @@ def _view(kind: str, header: ArrayHeader, buffer: memoryview) -> Array:
             f"{kind}: array {header.name!r} {header.dtype}{list(header.shape)} needs {expected} bytes, "
             f"its frame has {buffer.nbytes}"
         )
-    array = np.frombuffer(buffer, dtype).reshape(header.shape)
-    array.flags.writeable = False
-    return array
+    return np.frombuffer(buffer, dtype).reshape(header.shape)
 
 
 def _first_problem(error: pydantic.ValidationError) -> str:

@@ -65,6 +65,7 @@ class ActorService(Service):
         self.own_steps = 0  # of one agent, since the last word of the parameter server
         self.turns = 0
         self.waited_s = 0.0
+        self.replay_says = ""  # why it holds back acknowledgements
         self._waiting_since: float | None = None
         self._rate_base = (time.monotonic(), 0)
         self.journal = _open_journal(run_dir, self.incarnation) if config.actor.journal else None
@@ -128,7 +129,7 @@ class ActorService(Service):
         self._pump()
         full = self.outbox.full
         if not self.active or full:
-            self._wait(f"replay, to acknowledge {', '.join(full)}" if full else f"the run is {self.state}")
+            self._wait(self._why_wait(full))
             return False
         self._go_on()
         steps = (self.agent_steps / len(self.agents)) + self.own_steps
@@ -138,8 +139,15 @@ class ActorService(Service):
         self.own_steps += self.rollout.world.envs
         return True
 
+    def _why_wait(self, full: list[str]) -> str:
+        if not full:
+            return f"the run is {self.state}" if self.state != "running" else "held by a person"
+        return f"replay to acknowledge {', '.join(full)}" + (
+            f" ({self.replay_says})" if self.replay_says else ""
+        )
+
     def _wait(self, reason: str) -> None:
-        self.waiting_for = reason if not self.waiting_for.startswith("replay (") else self.waiting_for
+        self.waiting_for = reason
         if self._waiting_since is None:
             self._waiting_since = time.monotonic()
 
@@ -199,8 +207,7 @@ class ActorService(Service):
         assert isinstance(message, StreamMarks)
         if message.incarnation != self.incarnation:
             return
-        if message.waiting_for and self._waiting_since is not None:
-            self.waiting_for = f"replay ({message.waiting_for})"
+        self.replay_says = message.waiting_for
         now = time.monotonic()
         for agent, mark in message.marks.items():
             self.outbox.on_mark(agent, mark, now, reported)

@@ -62,6 +62,7 @@ from shared.messages import (
     Weights,
     Welcome,
 )
+from shared.ownership import own
 
 log = get_logger()
 
@@ -98,6 +99,7 @@ class ParamServer:
         self.started = time.monotonic()
         settings = config.param_server
         params = run_dir / "params"
+        self.lock = own(params / "service.lock")
         self.run_book = RunBook(
             params / "run.json",
             minutes=config.run.minutes,
@@ -165,6 +167,7 @@ class ParamServer:
         self.requests.close()
         self.broadcaster.close()
         self.progress.close()
+        os.close(self.lock)
         self.loop.close()
         self.context.destroy(linger=0)
 

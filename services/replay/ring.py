@@ -64,14 +64,28 @@ STATE = np.dtype(
 
 
 def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """The file as an array, made (sparse, zeros) or extended to the size it needs."""
+    """The file as an array, made (zeros) or extended to the size it needs.
+
+    The space is claimed now: a write into a mapped file on a full disk would kill the process later.
+    """
     size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         os.ftruncate(handle, size)
+        _claim_space(path, handle, size)
         return np.ndarray(shape, dtype, buffer=mmap.mmap(handle, size))
     finally:
         os.close(handle)
+
+
+def _claim_space(path: Path, handle: int, size: int) -> None:
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        raise ConfigError(
+            f"no room for {size:,} bytes in {path}: {error.strerror}; "
+            "free some, or lower replay.capacity_steps"
+        ) from None
 
 
 def sync_file(path: Path) -> None:

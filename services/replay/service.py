@@ -11,6 +11,7 @@ Next: services/replay/ring.py
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,6 +45,7 @@ from shared.messages import (
     StreamReport,
     Token,
 )
+from shared.ownership import own
 from shared.placement import replay_of
 from shared.service import Service
 from shared.specs import AgentSpec
@@ -90,6 +92,7 @@ class ReplayService(Service):
         super().__init__(config, run_dir, instance)
         self.number = number
         self.directory = run_dir / "replay"
+        self.lock: int | None = None
         self.desks: dict[str, AgentDesk] = {}
         self.acknowledged: dict[tuple[str, str], int] = {}  # (incarnation, agent): last number acknowledged
         self.dirty: dict[str, set[str]] = {}  # incarnation: agents whose marks moved this turn
@@ -104,7 +107,7 @@ class ReplayService(Service):
 
     def start(self) -> None:
         """A restarted replay knows its run and its agents from its own files and waits for nobody."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.lock = own(self.directory / f"service-{self.number}.lock")
         known = self._read_known()
         if known is None:
             self.join()
@@ -353,6 +356,8 @@ class ReplayService(Service):
         return desk
 
     def on_run_notice(self, notice: RunNotice) -> None:
+        if notice.state == "draining" and (self.leases is None or self.leases.state != "draining"):
+            self._sync()  # while the others wind down: at the end little is left to write
         self.leases = notice
         now = time.monotonic()
         for agent, desk in self.desks.items():
@@ -447,3 +452,8 @@ class ReplayService(Service):
         self._acknowledge()
         self.syncer.shutdown()
         self._sync_buffers()
+
+    def close(self) -> None:
+        super().close()
+        if self.lock is not None:
+            os.close(self.lock)
