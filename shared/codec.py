@@ -79,8 +79,12 @@ def _buffer(frame: zmq.Frame | bytes) -> memoryview:
 def _view(kind: str, header: ArrayHeader, buffer: memoryview) -> Array:
     dtype = header.dtype.numpy
     expected = math.prod(header.shape) * dtype.itemsize
-    if expected > MAX_ARRAY_BYTES:
-        raise BadMessage(f"{kind}: array {header.name!r} of {expected} bytes; the limit is {MAX_ARRAY_BYTES}")
+    # Sides are bounded as if none were 0: numpy refuses an empty array with impossible sides in its own way.
+    if math.prod(max(1, side) for side in header.shape) * dtype.itemsize > MAX_ARRAY_BYTES:
+        raise BadMessage(
+            f"{kind}: array {header.name!r} {header.dtype}{list(header.shape)}; "
+            f"the limit is {MAX_ARRAY_BYTES} bytes"
+        )
     if buffer.nbytes != expected:
         raise BadMessage(
             f"{kind}: array {header.name!r} {header.dtype}{list(header.shape)} needs {expected} bytes, "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch._dynamo  # the first optimizer imports it, for seconds: not under a lease, which would lapse
 from torch import Tensor, nn
 
 from shared.codec import Arrays
@@ -22,14 +23,12 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """One update: new raw priorities for its rows, and figures for people."""
+    """One update: new raw priorities for its rows, and figures for people (not with every update)."""
 
     priorities: npt.NDArray[np.float32]  # [batch] |td|
     loss: float
-    td: float
-    q_mean: float
-    q_max: float
     grad_norm: float
+    figures: dict[str, float]  # td, q_mean, q_max; empty most of the time
 
 
 def to_tensors(arrays: Arrays, device: torch.device) -> Tensors:
@@ -75,12 +74,14 @@ class TargetNetwork:
         return True
 
 
-def clipped_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip_norm: float) -> float:
-    """Clips the gradients' norm, steps, returns the norm before clipping. If that is not finite: no step."""
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, clip_norm, foreach=True))
-    if math.isfinite(norm):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+def clip_gradients(gradients: Sequence[Tensor], clip_norm: float) -> float:
+    """Scales the gradients down to `clip_norm` in place; returns their norm before that.
+
+    torch's own clip_grad_norm_ does the same in five times the time: it groups tensors by device first.
+    """
+    norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients)))))
+    if norm > clip_norm and math.isfinite(norm):
+        torch._foreach_mul_(list(gradients), clip_norm / norm)
     return norm
 
 

@@ -14,6 +14,7 @@ Next: services/param_server/service.py
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from services.learner.training import (
     TargetNetwork,
     Tensors,
     UpdateReport,
-    clipped_step,
+    clip_gradients,
     named_state,
     to_tensors,
     under_prefix,
@@ -35,6 +36,8 @@ from shared.networks import QNetwork, flat_input
 from shared.specs import AgentSpec
 
 log = get_logger()
+
+FIGURES_EVERY = 10  # updates: each figure costs as much as a small layer
 
 
 class DQN:
@@ -66,14 +69,25 @@ class DQN:
         if not math.isfinite(loss_value):
             self._skip("loss", loss_value)
             return None
-        loss.backward()  # type: ignore[no-untyped-call]
-        grad_norm = clipped_step(self.optimizer, self.parameters, self.config.clip_norm)
+        gradients = torch.autograd.grad(loss, self.parameters)
+        grad_norm = clip_gradients(gradients, self.config.clip_norm)
         if not math.isfinite(grad_norm):
             self._skip("gradient norm", grad_norm)
             return None
+        self._step(gradients)
+        return UpdateReport(
+            priorities=td.detach().abs().cpu().numpy(),
+            loss=loss_value,
+            grad_norm=grad_norm,
+            figures=self._figures(td.detach(), values.detach(), targets),
+        )
+
+    def _step(self, gradients: Sequence[Tensor]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
         self.updates += 1
         self.target.follow(self.updates)
-        return self._report(td.detach(), values.detach(), targets, loss_value, grad_norm)
 
     def _skip(self, what: str, value: float) -> None:
         self.skipped += 1
@@ -89,20 +103,12 @@ class DQN:
             bootstrap = target_values.amax(1)
         return self.config.reward_scale * returns + discounts * bootstrap
 
-    def _report(
-        self, td: Tensor, values: Tensor, targets: Tensor, loss: float, grad_norm: float
-    ) -> UpdateReport:
-        priorities = td.abs()
+    def _figures(self, td: Tensor, values: Tensor, targets: Tensor) -> dict[str, float]:
+        if self.updates % FIGURES_EVERY:
+            return {}
         q_mean = float(values.mean())
         self.target.watch(abs(q_mean), abs(float(targets.mean())))
-        return UpdateReport(
-            priorities=priorities.cpu().numpy(),
-            loss=loss,
-            td=float(priorities.mean()),
-            q_mean=q_mean,
-            q_max=float(values.max()),
-            grad_norm=grad_norm,
-        )
+        return {"td": float(td.abs().mean()), "q_mean": q_mean, "q_max": float(values.max())}
 
     # --- what leaves the learner ------------------------------------------------------------------------
 
