@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import zmq
 
 from shared.errors import BadMessage, SpecMismatch
 from shared.messages import ANY_MESSAGE, ArrayHeader, Message
-from shared.specs import AgentSpec, DType
+from shared.specs import AgentSpec, dtype_of
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -42,13 +43,16 @@ def encode(message: Message, arrays: Arrays | None = None) -> list[Buffer]:
     if not arrays:
         return [message.model_dump_json().encode()]
     solid = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    headers = tuple(
-        ArrayHeader(name=name, dtype=DType(array.dtype.name), shape=array.shape)
-        for name, array in solid.items()
-    )
+    headers = _array_headers(tuple((name, array.dtype, array.shape) for name, array in solid.items()))
     frames: list[Buffer] = [message.model_copy(update={"arrays": headers}).model_dump_json().encode()]
     frames.extend(_bytes_of(array) for array in solid.values())
     return frames
+
+
+@lru_cache(maxsize=1024)
+def _array_headers(layout: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> tuple[ArrayHeader, ...]:
+    """The same few layouts are sent over and over, and building headers takes longer than drawing a batch."""
+    return tuple(ArrayHeader(name=name, dtype=dtype_of(dtype), shape=shape) for name, dtype, shape in layout)
 
 
 def decode(frames: Sequence[zmq.Frame | bytes]) -> Received:

@@ -31,7 +31,19 @@ class DType(StrEnum):
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
-        return np.dtype(self.value)
+        return _NUMPY[self]
+
+
+# Tables, because asking numpy for a type by name, or for the name of a type, takes microseconds.
+_NUMPY: dict[DType, np.dtype[np.generic]] = {dtype: np.dtype(dtype.value) for dtype in DType}
+_DTYPES = {numpy: dtype for dtype, numpy in _NUMPY.items()}
+
+
+def dtype_of(numpy: np.dtype[np.generic]) -> DType:
+    """Our name for a numpy type; ValueError if such arrays do not travel."""
+    if numpy not in _DTYPES:
+        raise ValueError(f"arrays of {numpy} do not travel; possible are {', '.join(DType)}")
+    return _DTYPES[numpy]
 
 
 Per = Literal["observation", "step"]

@@ -21,7 +21,7 @@ from services.actor.rollout import Played, Rollout
 from services.actor.segments import Cut
 from shared.codec import Arrays, Received, checksum
 from shared.config import Config
-from shared.errors import Refused, RookeryError, SpecMismatch
+from shared.errors import ConfigError, Refused, RookeryError, SpecMismatch, WorldError
 from shared.links.broadcast import BroadcastListener
 from shared.links.requests import RequestSender
 from shared.links.segments import SegmentSender
@@ -42,6 +42,7 @@ from shared.messages import (
 from shared.placement import replay_of
 from shared.service import Service
 from shared.weights_state import Applied, NeedsSnapshot, WeightsState
+from worlds.base import World
 from worlds.registry import build_world
 
 log = get_logger()
@@ -76,7 +77,7 @@ class ActorService(Service):
         self.join()
         grant = self.get_lease("actor")
         assert grant.index is not None
-        world = build_world(self.config.world, self.config.actor.envs, self._world_seed(grant.index))
+        world = self._build_world(grant.index)
         self.agents = list(world.specs)
         self.call_patiently(self.params, SpecRegistration(specs=dict(world.specs)), "the parameter server")
         self.rollout = Rollout(self.config, world, actor_index=grant.index, first_epoch=self.epochs)
@@ -86,9 +87,13 @@ class ActorService(Service):
         self.loop.every(REPORT_S, self._report, first_s=0.0)
         log.info("playing", index=grant.index, agents=self.agents, envs=world.envs)
 
-    def _world_seed(self, index: int) -> int:
-        # The epoch at which it joins is part of it: a resumed run does not play its first epochs again.
-        return hash_seed(self.config.seed, index, self.epochs)
+    def _build_world(self, index: int) -> World:
+        # The epoch at which it joins is part of the seed: a resumed run does not play its first epochs again.
+        seed = hash_seed(self.config.seed, index, self.epochs)
+        try:
+            return build_world(self.config.world, self.config.actor.envs, seed)
+        except WorldError as error:
+            raise ConfigError(str(error)) from error  # starting the actor again would not help
 
     def _connect_replays(self) -> None:
         limits = self.config.limits.max_message_bytes

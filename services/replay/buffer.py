@@ -339,9 +339,13 @@ def _philox_key(seed: int, agent: str) -> npt.NDArray[np.uint64]:
 
 
 def _check_update(index: Array, generation: Array, priority: Array) -> None:
-    wanted = ((index, "int64"), (generation, "uint64"), (priority, "float32 or float64"))
-    for array, dtype in wanted:
-        if array.ndim != 1 or array.dtype.name not in dtype.split(" or ") or len(array) != len(index):
+    for array, dtypes in (
+        (index, (np.int64,)),
+        (generation, (np.uint64,)),
+        (priority, (np.float32, np.float64)),
+    ):
+        if array.ndim != 1 or array.dtype not in dtypes or len(array) != len(index):
+            names = " or ".join(dtype.__name__ for dtype in dtypes)
             raise SpecMismatch(
-                f"a priority update with {array.dtype}{list(array.shape)} where {dtype}[n] was expected"
+                f"a priority update with {array.dtype}{list(array.shape)} where {names}[n] was expected"
             )

@@ -60,7 +60,7 @@ class RequestSender:
         self._pending: dict[int, _Pending] = {}
         self._next_request = 1
         loop.on_readable(self._socket, self.receive)
-        loop.every(0.25, self._repeat_and_expire)
+        self._repeats = loop.every(0.25, self._repeat_and_expire)
 
     def ask(
         self,
@@ -118,6 +118,9 @@ class RequestSender:
                 log.warning("bad answer dropped", endpoint=self.endpoint, reason=str(error))
 
     def close(self) -> None:
+        """Open questions are dropped: nobody hears of them again."""
+        self._repeats.cancel()
+        self._pending.clear()
         self._loop.forget(self._socket)
         self._socket.close()
 

@@ -56,3 +56,4 @@ class ConnectionWatch:
 
     def close(self) -> None:
         self._watched.disable_monitor()
+        self.socket.close(0)

@@ -119,7 +119,7 @@ def test_own_factory_of_copies_is_built(bring):
         def reset(self):
             pass
 
-        def begin_turn(self, slots):
+        def begin_turn(self):
             pass
 
         def observe(self):
