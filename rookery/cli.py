@@ -248,7 +248,7 @@ def status_command(options: argparse.Namespace) -> int:
     console.print(render_status(status, config))
     for number, stats in enumerate(replays):
         if stats is None:
-            console.print(f"replay-{number} does not answer", highlight=False)
+            console.print(f"replay-{number} does not answer", highlight=False, markup=False)
             continue
         for agent, buffer in stats.buffers.items():
             limiter = buffer.limiter
@@ -261,6 +261,7 @@ def status_command(options: argparse.Namespace) -> int:
                 f"replay-{number} {agent}: {buffer.drawable_steps:,} of {buffer.capacity_steps:,} steps, "
                 f"{buffer.held_requests} requests held{blocked}",
                 highlight=False,
+                markup=False,
             )
     return 0
 

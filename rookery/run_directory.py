@@ -63,7 +63,7 @@ class RunDirectory:
         """The run clock as the parameter server last stored it."""
         try:
             return float(json.loads((self.path / "params" / "run.json").read_text())["elapsed_s"])
-        except (FileNotFoundError, KeyError, ValueError):
+        except (FileNotFoundError, KeyError, TypeError, ValueError):
             return 0.0
 
     def agents(self) -> list[str]:
@@ -97,6 +97,8 @@ def open_run(path: Path) -> RunDirectory:
 def create_run(config: Config, path: Path | None) -> tuple[RunDirectory, Config]:
     """A new run's directory, with free ports written into its config."""
     target = path or (Path(config.run.dir) if config.run.dir else _fresh_path(config.world.name))
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target} is not a directory; choose another --run-dir")
     if target.exists() and any(target.iterdir()):
         raise ConfigError(
             f"{target} is not empty; continue it with --resume {target}, or choose another --run-dir"

@@ -39,7 +39,7 @@ class View:
                 self.console.print("  " + _plain_agent(status, agent), highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
         if self._live:
@@ -89,9 +89,16 @@ def agent_cells(status: RunStatus, agent: str) -> list[str]:
         _number(seen.get("updates_per_s"), ".0f"),
         _number(total(status, "env_steps_per_s"), ",.0f"),
         str(own.version),
-        _number(seen.get("lag"), ".1f"),
+        _number(policy_lag(status, agent), ".1f"),
         _number(fill, ".0%"),
     ]
+
+
+def policy_lag(status: RunStatus, agent: str) -> float | None:
+    """How many versions the actors are behind the newest one, on average."""
+    newest = status.agents[agent].version
+    held = [s.metrics[f"version.{agent}"] for s in status.services if f"version.{agent}" in s.metrics]
+    return sum(newest - version for version in held) / len(held) if held else None
 
 
 def learner_metrics(status: RunStatus, agent: str) -> dict[str, float]:
@@ -110,7 +117,7 @@ def render_status(status: RunStatus, config: Config) -> Group:
     for name in ("instance", "holds", "pid", "host", "up", "seen", "ready", "waits for"):
         services.add_column(name)
     for service in status.services:
-        services.add_row(*_service_cells(service))
+        services.add_row(*(Text(cell) for cell in _service_cells(service)))
     return Group(render_progress(status, config, 0), Text(""), services)
 
 

@@ -24,7 +24,7 @@ class _Stream:
     next_sequence: int = 1  # the number that the next new segment gets
     cursor: int = 1  # the number that is sent next
     stored: int = 0
-    stored_at_last_report: int = -1
+    missing_at_last_report: int = -1  # `stored` then, if something sent was missing; else -1
     went_back: float = -1e9
 
 
@@ -81,22 +81,24 @@ class Outbox:
     def on_mark(self, agent: str, mark: Mark, now: float, reported: bool) -> None:
         """Takes replay's word on how far it is; `reported` marks the answer to a regular report."""
         stream = self._streams.get(agent)
-        if stream is None or mark.stored >= stream.next_sequence:
+        if stream is None or not mark.acknowledged <= mark.stored < stream.next_sequence:
             return  # not ours, or nonsense: replay cannot have what was never sent
         stream.stored = max(stream.stored, mark.stored)
         while stream.window and stream.window[0][0].sequence <= mark.acknowledged:
             stream.window.popleft()
         first_kept = stream.window[0][0].sequence if stream.window else stream.next_sequence
         stream.cursor = max(stream.cursor, first_kept)
-        stuck = reported and mark.stored == stream.stored_at_last_report
+        # Missing in one report is on its way, a report overtakes segments; missing in two in a row is lost.
+        stuck = reported and mark.stored == stream.missing_at_last_report
         if reported:
-            stream.stored_at_last_report = mark.stored
+            stream.missing_at_last_report = mark.stored if stream.cursor > mark.stored + 1 else -1
         if (
             (mark.gap or stuck)
             and stream.cursor > mark.stored + 1
             and now - stream.went_back > GO_BACK_PAUSE_S
         ):
-            self._go_back(stream, mark.stored + 1, now)
+            # Never before the window: what was acknowledged is gone from here, whatever replay has lost.
+            self._go_back(stream, max(mark.stored + 1, first_kept), now)
 
     def _go_back(self, stream: _Stream, sequence: int, now: float) -> None:
         self.resent_segments += stream.cursor - sequence

@@ -27,8 +27,9 @@ class Figures:
         self._since = time.monotonic()
         self._last: dict[str, float] = {}
 
-    def add(self, report: UpdateReport, lag: float) -> None:
-        values = {"loss": report.loss, "grad_norm": report.grad_norm, "lag": lag, **report.figures}
+    def add(self, report: UpdateReport, age: float) -> None:
+        """`age` is how many versions ago the batch's actions were chosen, on average."""
+        values = {"loss": report.loss, "grad_norm": report.grad_norm, "batch_age": age, **report.figures}
         for name, value in values.items():
             self._means.setdefault(name, Mean()).add(value)
         self._updates += 1

@@ -139,7 +139,7 @@ class LearnerService(Service):
         if report is None:
             return
         self._send_priorities(arrays, report)
-        self.figures.add(report, lag=self.version - float(arrays["version"].mean()))
+        self.figures.add(report, age=self.version - float(arrays["version"].mean()))
         if self.algorithm.updates - self.published_updates >= self.settings.publish_updates:
             self._publish()
 
