@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import tracemalloc
 from typing import Any, get_args
@@ -118,9 +119,7 @@ ONE_OF_EACH: list[Message] = [
     ReplayStatsRequest(),
     ReplayStats(buffers={"agent_0": BUFFER}, counters={"gaps": 3}),
     LedgerRequest(closing=True),
-    Ledger(
-        produced=9, stored=8, in_flight=1, abandoned=0, duplicates_dropped=2, stored_twice=0, lost=-1
-    ),
+    Ledger(produced=9, stored=8, in_flight=1, abandoned=0, duplicates_dropped=2, stored_twice=0, lost=-1),
     Hello(service="actor", instance="actor-0", incarnation=INC),
     Welcome(run_id="r", state="running", lease_s=5.0),
     SpecRegistration(specs={"agent_0": SPEC}),
@@ -366,15 +365,15 @@ def test_decode_of_damaged_messages_raises_only_bad_message(data: st.DataObject)
     start = data.draw(st.integers(0, len(frames[place])))
     stop = data.draw(st.integers(start, min(len(frames[place]), start + 4)))
     frames[place] = frames[place][:start] + data.draw(st.binary(max_size=4)) + frames[place][stop:]
-    try:
+    with contextlib.suppress(BadMessage):
         decode(frames)
-    except BadMessage as error:
-        assert str(error)
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=8), children, max_size=3),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=8), children, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -387,10 +386,8 @@ def test_decode_of_headers_with_any_json_value_raises_only_bad_message(
     """Any JSON in any field is a message or BadMessage."""
     fields = json.loads(wire(message)[0])
     fields[sorted(fields)[key % len(fields)]] = value
-    try:
+    with contextlib.suppress(BadMessage):
         decode([json.dumps(fields).encode("utf-8", "surrogatepass")])
-    except BadMessage as error:
-        assert str(error)
 
 
 def test_checksum_of_arrays_depends_on_their_order_and_bytes_alone() -> None:

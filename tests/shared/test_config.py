@@ -85,6 +85,7 @@ def test_setting_that_is_not_yaml_names_itself() -> None:
         ("learner.batchsize", "learner.batch_size"),
         ("learner.priority.alfa", "learner.priority.alpha"),
         ("learner.batch_sise", "learner.batch_size"),
+        ("learner.priority.epsilo", "learner.priority.epsilon"),
         ("batch_size", "learner.batch_size"),
         ("param_server.lease", "param_server.lease_s"),
         ("agents.agent_1.batchsize", "agents.agent_1.batch_size"),
@@ -222,13 +223,13 @@ def test_file_that_is_not_text_is_refused_in_words(tmp_path: Path) -> None:
     """A picture given as a config is ConfigError too."""
     path = tmp_path / "picture.png"
     path.write_bytes(b"\x89PNG\xff\xfe")
-    with pytest.raises(ConfigError, match="picture.png"):
+    with pytest.raises(ConfigError, match=r"picture\.png"):
         load_config(path, environment={})
 
 
 def test_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     """A missing file names itself."""
-    with pytest.raises(ConfigError, match="nowhere.yaml"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load_config(tmp_path / "nowhere.yaml", environment={})
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ import zmq
 
 from shared.codec import Array, Arrays, Received, encode
 from shared.errors import BadMessage, PeerSilent, Refused, RookeryError, SpecMismatch, StaleToken
-from shared.links.broadcast import NOTICES, BroadcastListener, Broadcaster, weights_topic
+from shared.links.broadcast import NOTICES, Broadcaster, BroadcastListener, weights_topic
 from shared.links.requests import Incoming, RequestReceiver, RequestSender
 from shared.links.segments import SegmentReceiver, SegmentSender
 from shared.loop import Loop
@@ -73,9 +74,7 @@ class Wiring:
         return receiver
 
     def sender(self, endpoint: str, identity: str = "peer", run: str = RUN) -> RequestSender:
-        sender = RequestSender(
-            self.context, self.loop, endpoint, identity=identity, max_message_bytes=LIMIT
-        )
+        sender = RequestSender(self.context, self.loop, endpoint, identity=identity, max_message_bytes=LIMIT)
         sender.run = run
         return sender
 
@@ -575,8 +574,9 @@ def send_garbage(wiring: Wiring, endpoint: str, counters: Counter[str], data: by
     """Sends raw bytes, hangs up, and waits until somebody has noticed."""
     before = counters.total()
     with socket.create_connection(("127.0.0.1", port_of(endpoint))) as raw:
-        raw.sendall(data)
-        raw.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it may have hung up on us already
+            raw.sendall(data)
+            raw.shutdown(socket.SHUT_WR)
         wiring.until(lambda: counters.total() > before)
 
 

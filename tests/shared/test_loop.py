@@ -173,9 +173,7 @@ def test_turn_until_a_condition_that_stays_false_ends_in_time_without_spinning(l
     assert looks <= 5
 
 
-def test_readable_socket_calls_its_handler_until_it_is_forgotten(
-    loop: Loop, sockets: Sockets
-) -> None:
+def test_readable_socket_calls_its_handler_until_it_is_forgotten(loop: Loop, sockets: Sockets) -> None:
     """A message wakes a blocked turn; a forgotten socket does not."""
     receive, send = sockets.make(zmq.PAIR), sockets.make(zmq.PAIR)
     receive.bind("inproc://here")
