@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.codec import Arrays
+from shared.errors import BrokenInvariant
 from shared.messages import Mark, Segment
 
 Send = Callable[[Segment, Arrays], bool]
@@ -92,12 +93,13 @@ class Outbox:
         stuck = reported and mark.stored == stream.missing_at_last_report
         if reported:
             stream.missing_at_last_report = mark.stored if stream.cursor > mark.stored + 1 else -1
-        if (
-            (mark.gap or stuck)
-            and stream.cursor > mark.stored + 1
-            and now - stream.went_back > GO_BACK_PAUSE_S
-        ):
-            # Never before the window: what was acknowledged is gone from here, whatever replay has lost.
+        if stuck and mark.stored + 1 < first_kept:
+            raise BrokenInvariant(
+                f"replay has {agent} up to segment {mark.stored} and had acknowledged {first_kept - 1}: it "
+                "lost its files; this actor's streams cannot go on, a new one's can"
+            )
+        missing = stream.cursor > mark.stored + 1
+        if (mark.gap or stuck) and missing and now - stream.went_back > GO_BACK_PAUSE_S:
             self._go_back(stream, max(mark.stored + 1, first_kept), now)
 
     def _go_back(self, stream: _Stream, sequence: int, now: float) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,10 @@ import torch
 from services.learner.algorithms import build_algorithm
 from services.learner.checkpoint import Uploader, download, pack, unpack
 from services.learner.figures import Figures
-from services.learner.training import UpdateReport
+from services.learner.training import Tensors, UpdateReport
 from shared.codec import Arrays, Received
 from shared.config import Config
-from shared.errors import PeerSilent, Refused, RookeryError, StaleToken
+from shared.errors import ConfigError, PeerSilent, Refused, RookeryError, StaleToken
 from shared.logs import get_logger
 from shared.messages import (
     Batch,
@@ -97,7 +98,7 @@ class LearnerService(Service):
         data = self._patient_download()
         if data is not None:
             tensors, counters = unpack(data)
-            self.algorithm.restore(tensors)
+            self._load(self.algorithm.restore, tensors)
             self.next_draw = counters["next_draw"]
             return
         try:
@@ -106,7 +107,18 @@ class LearnerService(Service):
             log.info("a fresh start", reason=str(error))
             return
         assert isinstance(received.message, Weights)
-        self.algorithm.load_policy({name: torch.tensor(array) for name, array in received.arrays.items()})
+        weights = {name: torch.tensor(array) for name, array in received.arrays.items()}
+        self._load(self.algorithm.load_policy, weights)
+
+    def _load(self, load: Callable[[Tensors], None], tensors: Tensors) -> None:
+        try:
+            load(tensors)
+        except (RuntimeError, KeyError) as error:
+            assert self.token is not None
+            raise ConfigError(
+                f"what {self.token.agent} learned so far does not fit the network of this config: {error}; "
+                "resume with the network that the run began with"
+            ) from None
 
     def _patient_download(self) -> bytes | None:
         assert self.token is not None

@@ -37,7 +37,7 @@ from shared.specs import AgentSpec
 
 log = get_logger()
 
-FIGURES_EVERY = 10  # updates: each figure costs as much as a small layer
+FIGURES_EVERY = 25  # updates: each figure costs as much as a small layer
 
 
 class DQN:
@@ -79,7 +79,7 @@ class DQN:
             priorities=td.detach().abs().cpu().numpy(),
             loss=loss_value,
             grad_norm=grad_norm,
-            figures=self._figures(td.detach(), values.detach(), targets),
+            figures=self._figures(td.detach(), values.detach(), next_observation),
         )
 
     def _step(self, gradients: Sequence[Tensor]) -> None:
@@ -103,12 +103,17 @@ class DQN:
             bootstrap = target_values.amax(1)
         return self.config.reward_scale * returns + discounts * bootstrap
 
-    def _figures(self, td: Tensor, values: Tensor, targets: Tensor) -> dict[str, float]:
+    def _figures(self, td: Tensor, values: Tensor, next_observation: Tensor) -> dict[str, float]:
         if self.updates % FIGURES_EVERY:
             return {}
-        q_mean = float(values.mean())
-        self.target.watch(abs(q_mean), abs(float(targets.mean())))
-        return {"td": float(td.abs().mean()), "q_mean": q_mean, "q_max": float(values.max())}
+        with torch.no_grad():
+            target_size = float(self.target.network(next_observation).abs().mean())
+        self.target.watch(float(values.abs().mean()), target_size)
+        return {
+            "td": float(td.abs().mean()),
+            "q_mean": float(values.mean()),
+            "q_max": float(values.max()),
+        }
 
     # --- what leaves the learner ------------------------------------------------------------------------
 
