@@ -22,6 +22,7 @@ log = get_logger()
 STABLE_S = 10.0  # a process that lived this long is started again at once
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 5.0
+LAST_CHANCE_S = 0.2  # even when the grace is used up by others
 
 
 @dataclass(slots=True)
@@ -83,30 +84,31 @@ class Processes:
     def running(self) -> list[Child]:
         return [child for child in self.children.values() if child.process is not None]
 
-    def signal(self, number: signal.Signals, services: tuple[str, ...] = ()) -> None:
-        """Sends a signal to the running children (of these services)."""
-        for child in self.running:
-            if not services or child.module.removeprefix("services.") in services:
-                assert child.process is not None
-                child.process.send_signal(number)
-
     def end(self, grace_s: float) -> None:
         """SIGTERM, then after the grace SIGKILL; returns when no child is left."""
         for child in self.children.values():
             child.finished = True
-        self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
-        for child in self.running:
+        running = self.running
+        # The parameter server last: until it has answered their goodbye the others would wait for it.
+        self._end([child for child in running if child.module != "services.param_server"], deadline)
+        self._end([child for child in running if child.module == "services.param_server"], deadline)
+        os.close(self._pipe_read)
+        os.close(self._pipe_write)
+
+    def _end(self, children: list[Child], deadline: float) -> None:
+        for child in children:
+            assert child.process is not None
+            child.process.send_signal(signal.SIGTERM)
+        for child in children:
             assert child.process is not None
             try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
+                child.process.wait(max(LAST_CHANCE_S, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 log.warning("did not end in time; killed", instance=child.instance)
                 child.process.kill()
                 child.process.wait()
             child.process = None
-        os.close(self._pipe_read)
-        os.close(self._pipe_write)
 
     def _start(self, child: Child) -> None:
         command = [sys.executable, "-m", child.module, *child.arguments, "--parent-fd", str(self._pipe_read)]

@@ -23,7 +23,7 @@ from shared.specs import AGENT_ID_PATTERN
 ENVIRONMENT_PREFIX = "ROOKERY_"
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):

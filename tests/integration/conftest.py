@@ -25,4 +25,5 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
 
     yield make
     for run in runs:
+        sys.stdout.write(run.tails())  # pytest shows it if the test failed
         run.kill_everything()

@@ -236,8 +236,12 @@ class LocalRun:
         beyond = all(own.updates > updates[name] for name, own in status.agents.items())
         return status if beyond and status.agent_steps > steps else None
 
+    def wait_until_known(self) -> RunStatus:
+        """The status as soon as the parameter server answers."""
+        return wait_for(self.status, "the parameter server answers")
+
     def wait_until_training(self) -> RunStatus:
-        return wait_for(self.trains, f"the run trains; {self.tails()}", START_S)
+        return wait_for(self.trains, "the run trains", START_S)
 
     def wait_for_progress(self, since: RunStatus, what: str, timeout_s: float = PATIENCE_S) -> RunStatus:
         """Until more was played and every agent has more updates than then."""
@@ -258,6 +262,7 @@ class LocalRun:
         return [line["event"] for line in self.log(instance)]
 
     def tails(self) -> str:
+        """The end of everything that was logged, for whoever reads a failed test's report."""
         logs = sorted((self.path / "logs").glob("*.log")) if (self.path / "logs").exists() else []
         return self.output()[-500:] + "".join(f"\n{log.name}: {log.read_text()[-400:]}" for log in logs)
 

@@ -1,6 +1,7 @@
 """kill -9 at any moment: the rest goes on, the dead one comes back, and no step is lost or stored twice."""
 
 import signal
+import subprocess
 import time
 
 import pytest
@@ -14,10 +15,12 @@ from local_run import (
     wait_for,
 )
 
+from services.actor.service import REPORT_S
 from shared.messages import RunStatus
 
 pytestmark = pytest.mark.integration
 
+WINDOW = 3000  # segments
 BACK_S = 20.0  # usually 2 to 6 s; on two busy cores the import of torch alone can take 8 s
 
 
@@ -57,33 +60,27 @@ def test_train_services_killed_in_turn_goes_on_and_loses_nothing(make_run: MakeR
     assert stored.steps == ledger["stored"]
 
 
-def test_replay_killed_with_thousands_of_segments_queued_stores_each_once(make_run: MakeRun) -> None:
-    """What lay in the queues of a dead replay is sent again, in order, and nothing of it is stored twice."""
+def test_replay_asleep_then_killed_with_thousands_queued_stores_each_once(make_run: MakeRun) -> None:
+    """Segments that come twice are dropped, those that died in its queues are sent again, in order."""
     run = make_run(
-        world__agents=1, actor__segment_steps=1, actor__window_segments=5000, replay__capacity_steps=200_000
+        world__agents=1, actor__segment_steps=1, actor__window_segments=WINDOW, replay__capacity_steps=200_000
     )
     services = run.start_all(learners=0)
+    wait_for(lambda: (now := run.status()) and now.agent_steps > 1000, "steps are played", START_S)
 
-    def unacknowledged() -> float:
-        status = run.status()
-        actors = [own for own in status.services if own.service == "actor"] if status else []
-        return actors[0].metrics.get("unacknowledged_segments", 0.0) if actors else 0.0
+    stop_until_window_is_full(run, services["replay"])
+    services["replay"].send_signal(signal.SIGCONT)
+    wait_for(lambda: run.ledger().duplicates_dropped > 0, "what the actor sent again is dropped")
+    plays_on(run)
 
-    wait_for(lambda: (status := run.status()) and status.agent_steps > 1000, "steps are played", START_S)
-    services["replay"].send_signal(signal.SIGSTOP)
-    wait_for(lambda: unacknowledged() >= 5000, "the window is full of segments that nobody reads")
-    stuck = run.status()
-    assert stuck is not None
-    assert service_named(stuck, "actor").waiting_for.startswith("replay")
+    resent = actor_figure(run, "resent_segments")
+    stop_until_window_is_full(run, services["replay"])
     services["replay"].kill()
     services["replay"].wait(10)
-
     services["replay"] = run.start("replay")
-    caught_up = stuck.agent_steps + 3000
-    wait_for(lambda: (status := run.status()) and status.agent_steps > caught_up, "the actor plays again")
-    status = run.status()
-    assert status is not None
-    assert service_named(status, "actor").metrics["resent_segments"] > 100
+    wait_for(lambda: actor_figure(run, "resent_segments") > resent + 100, "the queues' contents come again")
+    plays_on(run)
+
     end(services.pop("actor"), "actor")
     ledger = run.ledger()
     assert ledger.lost == ledger.stored_twice == ledger.in_flight == ledger.abandoned == 0
@@ -92,16 +89,36 @@ def test_replay_killed_with_thousands_of_segments_queued_stores_each_once(make_r
     assert assert_journal_equals_ring(run).steps == ledger.stored
 
 
+def stop_until_window_is_full(run: LocalRun, replay: subprocess.Popen[bytes]) -> None:
+    """SIGSTOP until the actor waits, and long enough for it to have asked twice how far its streams are."""
+    replay.send_signal(signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    wait_for(lambda: actor_figure(run, "unacknowledged_segments") >= WINDOW, "the window is full")
+    wait_for(lambda: time.monotonic() - stopped_at > 3 * REPORT_S, "two reports are on their way")
+    assert service_named(run.wait_until_known(), "actor").waiting_for.startswith("replay")
+
+
+def plays_on(run: LocalRun) -> None:
+    steps = run.wait_until_known().agent_steps
+    wait_for(
+        lambda: run.wait_until_known().agent_steps > steps + WINDOW + 500, "more than a window is played"
+    )
+
+
+def actor_figure(run: LocalRun, name: str) -> float:
+    return service_named(run.wait_until_known(), "actor").metrics[name]
+
+
 def test_launcher_killed_leaves_no_service_behind(make_run: MakeRun) -> None:
     """The services notice that their launcher is gone, however it went, and end."""
-    run = make_run()
+    run = make_run(world__agents=1)
     launcher = run.train()
     wait_for(
-        lambda: (status := run.status()) and len([own for own in status.services if own.ready]) == 5,
+        lambda: (status := run.status()) and len([own for own in status.services if own.ready]) == 4,
         "all services are ready",
         START_S,
     )
-    assert len(run.service_processes()) == 5
+    assert len(run.service_processes()) == 4
     launcher.kill()
     launcher.wait(10)
     wait_for(lambda: not run.processes(), "all services are gone", 8.0)

@@ -36,6 +36,7 @@ def test_transition_becomes_weight_that_actor_uses(make_run: MakeRun) -> None:
         assert client.control("drain").state == "draining"
     assert launcher.wait(PATIENCE_S) == 0, run.output()
     assert not run.processes()
+    assert "did not end in time" not in run.output(), "a service had to be killed at the end"
 
     summary = run.summary()
     assert summary["interrupted"] is False
