@@ -220,11 +220,13 @@ class Launcher:
         self.loop.after(wait_s, self.processes.start_due)
 
     def _release(self, child: Child) -> None:
-        """We saw it die: its lease need not be waited for."""
-        if not child.module.endswith(("actor", "learner")):
+        """We saw it die: its lease need not be waited for. By incarnation: the next one keeps its own."""
+        seen = self.status.services if self.status else ()
+        incarnation = next((service.incarnation for service in seen if service.pid == child.pid), None)
+        if incarnation is None or not child.module.endswith(("actor", "learner")):
             return
         self.params.ask(
-            Release(instance=child.instance),
+            Release(instance=child.instance, incarnation=incarnation),
             on_reply=lambda _received: None,
             on_failure=lambda error: log.warning("lease not released", reason=str(error)),
             timeout_s=10.0,

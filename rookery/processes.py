@@ -33,6 +33,7 @@ class Child:
     module: str
     arguments: list[str]
     process: subprocess.Popen[bytes] | None = None
+    pid: int = 0  # of the running process, or of the last one
     started: float = 0.0
     restarts: int = 0
     backoff_s: float = FIRST_BACKOFF_S
@@ -122,6 +123,7 @@ class Processes:
                 start_new_session=True,
                 env=_environment(),
             )
+        child.pid = child.process.pid
         child.started = time.monotonic()
         child.due = float("inf")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from services.actor.exploration import epsilons
 from services.actor.outbox import Outbox
 from services.actor.rollout import Played, Rollout
 from services.actor.segments import Cut
@@ -137,12 +138,15 @@ class ActorService(Service):
             self._wait(self._why_wait(full))
             return False
         self._go_on()
-        steps = (self.agent_steps / len(self.agents)) + self.own_steps
-        for agent, cut in self.rollout.turn(steps):
+        for agent, cut in self.rollout.turn(self._steps_so_far()):
             self._take(agent, cut)
         self.turns += 1
         self.own_steps += self.rollout.world.envs
         return True
+
+    def _steps_so_far(self) -> float:
+        """Steps of one agent over all actors: what the parameter server last said, and our own since."""
+        return self.agent_steps / len(self.agents) + self.own_steps
 
     def _why_wait(self, full: list[str]) -> str:
         if not full:
@@ -189,7 +193,10 @@ class ActorService(Service):
     # --- acknowledgements -------------------------------------------------------------------------------
 
     def _report(self, final: bool = False) -> None:
+        """Only after the last one was answered: two answers in a row to queued reports say nothing new."""
         for place, replay in enumerate(self.replays):
+            if replay.waiting and not final:
+                continue
             produced = {
                 agent: steps
                 for agent, steps in self.rollout.produced_steps.items()
@@ -310,6 +317,9 @@ class ActorService(Service):
             "unacknowledged_segments": float(self.outbox.unacknowledged_segments),
             "resent_segments": float(self.outbox.resent_segments),
             "waited_s": self.waited_s,
+            "epsilon": float(
+                epsilons(self.config.actor.epsilon, self.rollout.floors, self._steps_so_far()).mean()
+            ),
         }
         for agent, state in self.weights.items():
             figures[f"version.{agent}"] = float(state.version)

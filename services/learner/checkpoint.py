@@ -24,7 +24,7 @@ from shared.messages import CheckpointChunk, CheckpointPiece, CheckpointRequest,
 
 log = get_logger()
 
-CHUNK_BYTES = 4 << 20
+MOST_CHUNK_BYTES = 4 << 20
 
 
 def pack(tensors: Tensors, counters: dict[str, int]) -> bytes:
@@ -71,8 +71,9 @@ def download(link: RequestSender, token: Token) -> bytes | None:
 class Uploader:
     """Sends one checkpoint after another, chunk by chunk, without ever blocking the learner."""
 
-    def __init__(self, link: RequestSender, token: Token) -> None:
+    def __init__(self, link: RequestSender, token: Token, max_message_bytes: int) -> None:
         self._link = link
+        self._chunk_bytes = min(MOST_CHUNK_BYTES, max_message_bytes)
         self._token = token
         self._data: memoryview | None = None
         self._id = ""
@@ -92,7 +93,7 @@ class Uploader:
 
     def _send_chunk(self) -> None:
         assert self._data is not None
-        chunk = self._data[self._offset : self._offset + CHUNK_BYTES]
+        chunk = self._data[self._offset : self._offset + self._chunk_bytes]
         message = CheckpointChunk(
             token=self._token,
             checkpoint_id=self._id,
@@ -105,7 +106,7 @@ class Uploader:
 
     def _on_stored(self, _received: Received) -> None:
         assert self._data is not None
-        self._offset += CHUNK_BYTES
+        self._offset += self._chunk_bytes
         if self._offset < len(self._data):
             self._send_chunk()
         else:

@@ -28,6 +28,7 @@ from shared.errors import ConfigError, PeerSilent, Refused, RookeryError, StaleT
 from shared.logs import get_logger
 from shared.messages import (
     Batch,
+    HeartbeatReply,
     PriorityUpdate,
     Publish,
     Published,
@@ -75,7 +76,8 @@ class LearnerService(Service):
         device = pick_device(self.settings.device, order)
         seed = int(np.random.SeedSequence([self.config.seed, order]).generate_state(1)[0])
         self.algorithm = build_algorithm(specs[agent], self.settings, device, seed)
-        self.uploader = Uploader(self.params, self.token)
+        self._check_sizes()
+        self.uploader = Uploader(self.params, self.token, self.config.limits.max_message_bytes)
         self.replay = self.open_requests(
             self.config.endpoints.replay[replay_of(self.config, specs, agent)].requests
         )
@@ -91,6 +93,15 @@ class LearnerService(Service):
             device=str(device),
             updates=self.algorithm.updates,
         )
+
+    def _check_sizes(self) -> None:
+        limit = self.config.limits.max_message_bytes
+        for name, tensor in self.algorithm.policy().items():
+            if tensor.nbytes > limit:
+                raise ConfigError(
+                    f"{name} has {tensor.nbytes:,} bytes and could never be published: "
+                    f"limits.max_message_bytes is {limit:,}"
+                )
 
     def _resume(self) -> None:
         """Goes on from the newest checkpoint, or at least from the newest weights."""
@@ -234,6 +245,11 @@ class LearnerService(Service):
         # Draws in flight were not trained on: a resumed learner asks for them again.
         untrained = self.in_flight + len(self.batches)
         return pack(self.algorithm.checkpoint(), {"next_draw": self.next_draw - untrained})
+
+    def on_heartbeat_reply(self, reply: HeartbeatReply) -> None:
+        """A lease that was given to somebody else, or given back in our name, does not come back."""
+        if self.ready and not reply.lease_held and not self.loop.stopping:
+            raise StaleToken("the parameter server says that this learner's lease is gone")
 
     # --- the end ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch._dynamo  # the first optimizer imports it, for seconds: not under a lease, which would lapse
 from torch import Tensor, nn
 
 from shared.codec import Arrays

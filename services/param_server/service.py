@@ -59,6 +59,7 @@ from shared.messages import (
     SpecRequest,
     Specs,
     StatusRequest,
+    Token,
     Weights,
     Welcome,
 )
@@ -68,7 +69,7 @@ log = get_logger()
 
 TICK_S = 0.25
 NOTICE_S = 1.0
-PIECE_BYTES = 4 << 20
+MOST_PIECE_BYTES = 4 << 20
 FORGET_AFTER_LEASES = 6  # a silent service leaves the status after this many lease times
 HOLD_SHARE = 0.8  # of its deadline a request is held, so that the answer arrives before the asker gives up
 
@@ -348,7 +349,7 @@ class ParamServer:
 
     def on_publish(self, message: Publish, incoming: Incoming) -> None:
         """To disk, then to everyone, then confirmed."""
-        self.leases.check(message.token)
+        self._check_holder(message.token, incoming.peer)
         agent = message.token.agent
         version, is_new = self.versions.publish(
             agent,
@@ -363,6 +364,13 @@ class ParamServer:
         self.requests.reply(incoming.peer, Published(request=message.request, version=version))
         self.counters["published" if is_new else "published_again"] += 1
 
+    def _check_holder(self, token: Token, peer: bytes) -> None:
+        """The token must be the newest, and used by the process that it was given to."""
+        self.leases.check(token)
+        holder = self.leases.learners()[token.agent].incarnation
+        if holder.encode() != peer:
+            raise Refused("wrong_agent", f"the lease of {token.agent!r} is held by another learner than you")
+
     def on_snapshot_request(self, message: SnapshotRequest, incoming: Incoming) -> None:
         full = self.encoder.base(message.agent, message.version) if message.version else None
         if full is None:
@@ -371,7 +379,7 @@ class ParamServer:
         self.requests.reply(incoming.peer, weights.model_copy(update={"request": message.request}), tensors)
 
     def on_checkpoint_chunk(self, message: CheckpointChunk, incoming: Incoming) -> None:
-        self.leases.check(message.token)
+        self._check_holder(message.token, incoming.peer)
         data = incoming.received.arrays.get("data")
         if data is None or data.dtype != np.uint8 or data.ndim != 1:
             raise Refused("bad_chunk", "a chunk carries one uint8[n] array named data")
@@ -389,7 +397,8 @@ class ParamServer:
 
     def on_checkpoint_request(self, message: CheckpointRequest, incoming: Incoming) -> None:
         self.leases.check(message.token)
-        piece = self.checkpoints.piece(message.token.agent, message.offset, PIECE_BYTES)
+        size = min(MOST_PIECE_BYTES, self.config.limits.max_message_bytes)
+        piece = self.checkpoints.piece(message.token.agent, message.offset, size)
         checkpoint_id, total, checksum, data = piece or ("", 0, 0, b"")
         reply = CheckpointPiece(
             request=message.request,

@@ -259,13 +259,10 @@ class Ring:
 
     def stored_twice(self) -> int:
         """Steps in valid slots whose segment lies in another slot too, the first copy not counted."""
-        seen: set[tuple[int, int, int]] = set()
-        twice = 0
-        for record in self.metadata[self.valid_slots()]:
-            key = (*record["incarnation"].tolist(), int(record["sequence"]))
-            twice += int(record["owned"]) if key in seen else 0
-            seen.add(key)
-        return twice
+        records = self.metadata[self.valid_slots()]
+        keys = np.column_stack((records["incarnation"], records["sequence"]))
+        _distinct, first = np.unique(keys, axis=0, return_index=True)
+        return int(records["owned"].sum()) - int(records["owned"][first].sum())
 
     # --- reading ------------------------------------------------------------------------------------------
 

@@ -49,7 +49,8 @@ class ConnectionWatch:
         while self.socket.poll(0):
             event = recv_monitor_message(self.socket)
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._counters["disconnects"] += 1
+                self._counters["disconnects"] += 1  # also what a frame over the limit looks like
+                log.info("connection closed", link=self._name)
             else:
                 self._counters["bad_handshakes"] += 1
                 log.warning("connection refused: not our protocol", link=self._name, code=event["value"])

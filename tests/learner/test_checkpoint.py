@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from services.learner.checkpoint import CHUNK_BYTES, Uploader, download, pack, unpack
+from services.learner.checkpoint import MOST_CHUNK_BYTES, Uploader, download, pack, unpack
 from shared.codec import Received
 from shared.errors import BadMessage, PeerSilent, RookeryError, StaleToken
 from shared.messages import CheckpointChunk, CheckpointPiece, CheckpointRequest, Done, Token
@@ -158,8 +158,8 @@ class Asked:
 
 def test_upload_sends_chunk_after_chunk_until_the_whole_is_there() -> None:
     """The next chunk leaves when the last one is stored; together they are the checkpoint."""
-    link, data = Asked(), np.random.default_rng(0).bytes(2 * CHUNK_BYTES + 5)
-    uploader = Uploader(link, TOKEN)  # type: ignore[arg-type]
+    link, data = Asked(), np.random.default_rng(0).bytes(2 * MOST_CHUNK_BYTES + 5)
+    uploader = Uploader(link, TOKEN, 1 << 30)  # type: ignore[arg-type]
     uploader.start(data)
     for sent in (1, 2, 3):
         assert uploader.busy
@@ -169,7 +169,7 @@ def test_upload_sends_chunk_after_chunk_until_the_whole_is_there() -> None:
     assert uploader.completed == 1
     assert b"".join(chunk for _message, chunk, _reply, _failure in link.questions) == data
     messages = [message for message, *_rest in link.questions]
-    assert [message.offset for message in messages] == [0, CHUNK_BYTES, 2 * CHUNK_BYTES]
+    assert [message.offset for message in messages] == [0, MOST_CHUNK_BYTES, 2 * MOST_CHUNK_BYTES]
     assert {message.checkpoint_id for message in messages} == {messages[0].checkpoint_id}
     assert {(message.total_bytes, message.checksum, message.token) for message in messages} == {
         (len(data), zlib.crc32(data), TOKEN)
@@ -179,7 +179,7 @@ def test_upload_sends_chunk_after_chunk_until_the_whole_is_there() -> None:
 def test_upload_that_fails_is_given_up_and_the_next_one_is_a_new_one() -> None:
     """A silent parameter server costs one checkpoint, no more."""
     link = Asked()
-    uploader = Uploader(link, TOKEN)  # type: ignore[arg-type]
+    uploader = Uploader(link, TOKEN, 1 << 30)  # type: ignore[arg-type]
     uploader.start(b"one")
     link.fail(PeerSilent("nobody"))
     assert not uploader.busy
@@ -194,7 +194,7 @@ def test_upload_that_fails_is_given_up_and_the_next_one_is_a_new_one() -> None:
 def test_upload_refused_for_a_stale_token_says_so() -> None:
     """A newer learner owns the agent: this one must stop."""
     link = Asked()
-    uploader = Uploader(link, TOKEN)  # type: ignore[arg-type]
+    uploader = Uploader(link, TOKEN, 1 << 30)  # type: ignore[arg-type]
     uploader.start(b"one")
     link.fail(StaleToken("a newer learner"))
     assert isinstance(uploader.refused, StaleToken)

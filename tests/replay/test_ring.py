@@ -1,5 +1,7 @@
 """The ring's files: the commit, what survives a death at each stage, and what is refused."""
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -150,13 +152,24 @@ def test_open_empty_observation_shape_is_refused(tmp_path: Path) -> None:
         Ring(tmp_path, make_spec(shape=(0,)), slots=3, segment_steps=4, n_step=3)
 
 
-def test_files_of_a_new_ring_are_sparse(tmp_path: Path) -> None:
-    """A large empty ring takes almost no disk."""
-    ring = Ring(tmp_path, make_spec(shape=(1000,)), slots=1000, segment_steps=50, n_step=3)
+def test_files_of_a_new_ring_have_their_space_on_disk(tmp_path: Path) -> None:
+    """A full disk is found when the ring is made, not by a write into a mapped file that ends the process."""
+    ring = Ring(tmp_path, make_spec(shape=(1000,)), slots=20, segment_steps=50, n_step=3)
     sizes = [path.stat() for path in tmp_path.iterdir()]
-    assert sum(size.st_size for size in sizes) > 200_000_000
-    assert sum(size.st_blocks * 512 for size in sizes) < 1_000_000
+    assert sum(size.st_size for size in sizes) > 4_000_000
+    assert all(size.st_blocks * 512 >= size.st_size for size in sizes)
     ring.sync()
+
+
+def test_ring_without_room_on_disk_is_refused_in_words(tmp_path: Path, monkeypatch) -> None:
+    """The error says how much was wanted and what to do."""
+
+    def full_disk(_handle: int, _offset: int, _size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full_disk)
+    with pytest.raises(ConfigError, match="No space left.*capacity_steps"):
+        Ring(tmp_path, make_spec(), slots=20, segment_steps=50, n_step=3)
 
 
 def test_stored_twice_counts_steps_of_repeated_segments(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from services.learner.adam import Adam
 from services.learner.training import (
     TargetNetwork,
     Tensors,
@@ -51,7 +52,7 @@ class DQN:
         self.online = QNetwork(spec, config.network).to(device)
         self.target = TargetNetwork(self.online, QNetwork(spec, config.network).to(device), config.target)
         self.parameters = list(self.online.parameters())
-        self.optimizer = torch.optim.Adam(self.parameters, lr=config.lr, eps=config.adam_epsilon, fused=True)
+        self.optimizer = Adam(dict(self.online.named_parameters()), lr=config.lr, epsilon=config.adam_epsilon)
 
     def update(self, arrays: Arrays) -> UpdateReport | None:
         """One gradient step on a batch. None: the loss was not finite, nothing was changed."""
@@ -83,9 +84,7 @@ class DQN:
         )
 
     def _step(self, gradients: Sequence[Tensor]) -> None:
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self.optimizer.step()
+        self.optimizer.step(gradients)
         self.updates += 1
         self.target.follow(self.updates)
 
@@ -132,8 +131,7 @@ class DQN:
         """Everything that a resumed learner needs to go on as if it had not stopped."""
         tensors = named_state("online", self.online.state_dict())
         tensors |= named_state("target", self.target.network.state_dict())
-        for name, parameter in self.online.named_parameters():
-            tensors |= named_state(f"adam/{name}", self.optimizer.state.get(parameter, {}))
+        tensors |= named_state("adam", self.optimizer.state())
         tensors["rng"] = torch.get_rng_state()
         tensors["counters"] = torch.tensor([self.updates, self.skipped, self.target.copies])
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -142,10 +140,6 @@ class DQN:
         """The inverse of `checkpoint`."""
         self.online.load_state_dict(under_prefix("online", tensors))
         self.target.network.load_state_dict(under_prefix("target", tensors))
-        for name, parameter in self.online.named_parameters():
-            state = under_prefix(f"adam/{name}", tensors)
-            if state:
-                # The step counter lives with the parameters: the fused optimizer wants it on their device.
-                self.optimizer.state[parameter] = {key: value.to(self.device) for key, value in state.items()}
+        self.optimizer.load(under_prefix("adam", tensors))
         torch.set_rng_state(tensors["rng"])
         self.updates, self.skipped, self.target.copies = (int(value) for value in tensors["counters"])
