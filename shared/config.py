@@ -76,11 +76,11 @@ class ActorConfig(Section):
     """The processes that play."""
 
     count: Annotated[int, Field(ge=1, le=1024)] = 1
-    envs: Annotated[int, Field(ge=1, le=4096)] = 16
+    envs: Annotated[int, Field(ge=1, le=4096)] = 32
     """Environments in each actor, played side by side with one batched pass of the networks."""
     segment_steps: Annotated[int, Field(ge=1, le=16_384)] = 64
     """The longest segment; never more than world.max_turns."""
-    window_segments: Annotated[int, Field(ge=1, le=1_000_000)] = 48
+    window_segments: Annotated[int, Field(ge=1, le=1_000_000)] = 64
     """Unacknowledged segments that an actor keeps for each agent before it waits."""
     epsilon: EpsilonConfig = EpsilonConfig()
     journal: bool = False

@@ -168,7 +168,7 @@ def test_ring_without_room_on_disk_is_refused_in_words(tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full_disk)
-    with pytest.raises(ConfigError, match="No space left.*capacity_steps"):
+    with pytest.raises(ConfigError, match=r"No space left.*capacity_steps"):
         Ring(tmp_path, make_spec(), slots=20, segment_steps=50, n_step=3)
 
 
