@@ -31,6 +31,8 @@ from shared.messages import (
     Ledger,
     LedgerRequest,
     Message,
+    Produced,
+    ProducedRequest,
     Release,
     Request,
     RunStatus,
@@ -240,27 +242,21 @@ class Launcher:
 
     def _ledger(self) -> dict[str, int]:
         """Every step accounted for, summed over the replay services."""
-        total: dict[str, int] = {}
-        for endpoints in self.config.endpoints.replay:
-            link = self._open(endpoints.requests)
-            link.run = self.params.run
-            try:
-                ledger = self._call(link, LedgerRequest(closing=True), 1.0 if self.interrupted else ANSWER_S)
-            except RookeryError as error:
-                self.view.say(f"no ledger: {error}")
-                return {}
-            assert isinstance(ledger, Ledger)
-            for name in (
-                "produced",
-                "stored",
-                "in_flight",
-                "abandoned",
-                "duplicates_dropped",
-                "stored_twice",
-                "lost",
-            ):
-                total[name] = total.get(name, 0) + getattr(ledger, name)
-        return total
+        timeout_s = 1.0 if self.interrupted else ANSWER_S
+        ledgers: list[Ledger] = []
+        try:
+            for endpoints in self.config.endpoints.replay:
+                link = self._open(endpoints.requests)
+                link.run = self.params.run
+                ledger = self._call(link, LedgerRequest(closing=True), timeout_s)
+                assert isinstance(ledger, Ledger)
+                ledgers.append(ledger)
+            produced = self._call(self.params, ProducedRequest(), timeout_s)
+        except RookeryError as error:
+            self.view.say(f"no ledger: {error}")
+            return {}
+        assert isinstance(produced, Produced)
+        return add_up(ledgers, produced.steps)
 
     def _final_status(self) -> None:
         try:
@@ -270,3 +266,19 @@ class Launcher:
             return
         assert isinstance(status, RunStatus)
         self.status = status
+
+
+def add_up(ledgers: list[Ledger], heard: dict[str, int]) -> dict[str, int]:
+    """The ledgers of all replay services as one.
+
+    `heard` is what actors told the parameter server, by incarnation. An actor that was killed between two
+    reports may have told it of more steps than replay: those were produced, and they are abandoned.
+    """
+    names = ("produced", "stored", "in_flight", "abandoned", "duplicates_dropped", "stored_twice", "lost")
+    total = {name: sum(getattr(ledger, name) for ledger in ledgers) for name in names}
+    for incarnation, steps in heard.items():
+        told_replay = sum(ledger.produced_by.get(incarnation, 0) for ledger in ledgers)
+        more = max(0, steps - told_replay)
+        total["produced"] += more
+        total["abandoned"] += more
+    return total

@@ -39,7 +39,7 @@ class View:
                 self.console.print("  " + _plain_agent(status, agent), highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._live:

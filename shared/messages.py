@@ -213,6 +213,7 @@ class Ledger(Reply):
     duplicates_dropped: Count
     stored_twice: Count
     lost: int
+    produced_by: dict[Incarnation, Count] = {}  # what each incarnation was last heard to have produced here
 
 
 # --- weights, leases, run state: everyone <-> parameter server ---------------------------------------------
@@ -313,6 +314,19 @@ class HeartbeatReply(Reply):
     epoch_summary: Count
     epochs: Count
     agent_steps: Count
+
+
+class ProducedRequest(Request):
+    """How many steps has each incarnation said it played? For the ledger of a run in which some were killed."""
+
+    kind: Literal["produced_request"] = "produced_request"
+
+
+class Produced(Reply):
+    """Steps by incarnation, summed over agents, as the heartbeats said."""
+
+    kind: Literal["produced"] = "produced"
+    steps: dict[Incarnation, Count]
 
 
 class Publish(Request):
@@ -481,7 +495,7 @@ AnyMessage = Annotated[
     | SampleRequest | Batch | PriorityUpdate
     | ReplayStatsRequest | ReplayStats | LedgerRequest | Ledger
     | Hello | Welcome | SpecRegistration | SpecRequest | Specs
-    | LeaseRequest | LeaseGrant | Heartbeat | HeartbeatReply | Release
+    | LeaseRequest | LeaseGrant | Heartbeat | HeartbeatReply | Release | ProducedRequest | Produced
     | Publish | Published | SnapshotRequest | Weights
     | CheckpointChunk | CheckpointRequest | CheckpointPiece
     | ControlRequest | ControlReply | StatusRequest | RunStatus | RunNotice,

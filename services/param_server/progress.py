@@ -56,6 +56,7 @@ class Progress:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._taken: dict[str, int] = {}
+        self.steps_by: dict[str, int] = {}  # incarnation: agent steps in all its summaries
         self._recent: dict[str, deque[tuple[int, float]]] = {}
         self.totals = Totals()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +103,7 @@ class Progress:
 
     def _count(self, line: ProgressLine) -> None:
         self._taken[line.incarnation] = line.number
+        self.steps_by[line.incarnation] = self.steps_by.get(line.incarnation, 0) + line.agent_steps
         self.totals.epochs += line.epochs
         self.totals.env_steps += line.env_steps
         self.totals.agent_steps += line.agent_steps

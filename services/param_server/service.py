@@ -47,6 +47,8 @@ from shared.messages import (
     LearnerLease,
     LeaseGrant,
     LeaseRequest,
+    Produced,
+    ProducedRequest,
     Publish,
     Published,
     Release,
@@ -136,6 +138,7 @@ class ParamServer:
             "lease_request": self.on_lease_request,
             "heartbeat": self.on_heartbeat,
             "release": self.on_release,
+            "produced_request": self.on_produced_request,
             "publish": self.on_publish,
             "snapshot_request": self.on_snapshot_request,
             "checkpoint_chunk": self.on_checkpoint_chunk,
@@ -344,6 +347,9 @@ class ParamServer:
         self.requests.reply(incoming.peer, Done(request=message.request))
         self._answer_held(time.monotonic())
         self.announce()
+
+    def on_produced_request(self, message: ProducedRequest, incoming: Incoming) -> None:
+        self.requests.reply(incoming.peer, Produced(request=message.request, steps=self.progress.steps_by))
 
     # --- weights and checkpoints ------------------------------------------------------------------------
 

@@ -308,6 +308,10 @@ class AgentBuffer:
             "stored_twice": self._ring.stored_twice(),
         }
 
+    def produced_by(self) -> dict[str, int]:
+        """Steps of this agent by incarnation, as the actors said."""
+        return self._streams.produced_by()
+
     def stats(self) -> dict[str, float]:
         """The figures of `BufferStats` that a buffer knows by itself."""
         return {

@@ -397,10 +397,13 @@ class ReplayService(Service):
     def on_ledger_request(self, message: LedgerRequest, incoming: Incoming) -> None:
         now, lease_s = time.monotonic(), self.config.param_server.lease_s
         total: Counter[str] = Counter()
+        produced_by: Counter[str] = Counter()
         for desk in self.desks.values():
             total.update(desk.buffer.ledger(now, lease_s, message.closing))
+            produced_by.update(desk.buffer.produced_by())
         fields = {name: total[name] for name in Ledger.model_fields if name in total}
-        self.requests.reply(incoming.peer, Ledger(request=message.request, **fields))
+        ledger = Ledger(request=message.request, produced_by=dict(produced_by), **fields)
+        self.requests.reply(incoming.peer, ledger)
 
     def metrics(self) -> dict[str, float]:
         if not self.ready:

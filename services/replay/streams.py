@@ -128,6 +128,12 @@ class Streams:
                 abandoned += missing
         return StreamLedger(produced, self._stored_steps, in_flight, abandoned, lost)
 
+    def produced_by(self) -> dict[str, int]:
+        """What each incarnation said it had produced when last heard of."""
+        return {
+            incarnation: int(self._table["produced_steps"][row]) for incarnation, row in self._rows.items()
+        }
+
     def sync(self) -> None:
         sync_file(self._path)
 
