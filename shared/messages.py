@@ -317,7 +317,7 @@ class HeartbeatReply(Reply):
 
 
 class ProducedRequest(Request):
-    """How many steps has each incarnation said it played? For the ledger of a run in which some were killed."""
+    """How many steps has each incarnation said it played? For the ledger when some were killed."""
 
     kind: Literal["produced_request"] = "produced_request"
 
