@@ -19,6 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m services.replay.compile
 	@touch $(READY)
 
 train: $(READY) ## train 3 agents in treasure hunt for two minutes (ARGS="--seed 1" for more)

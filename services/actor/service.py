@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,7 @@ from worlds.registry import build_world
 log = get_logger()
 
 REPORT_S = 0.5
+RATE_WINDOW_S = 5.0
 LAST_WORDS_S = 3.0
 
 
@@ -69,7 +71,7 @@ class ActorService(Service):
         self.waited_s = 0.0
         self.replay_says = ""  # why it holds back acknowledgements
         self._waiting_since: float | None = None
-        self._rate_base = (time.monotonic(), 0)
+        self._turns_at: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
         self.journal = _open_journal(run_dir, self.incarnation) if config.actor.journal else None
 
     # --- start ------------------------------------------------------------------------------------------
@@ -307,10 +309,7 @@ class ActorService(Service):
     def metrics(self) -> dict[str, float]:
         if not self.ready:
             return {}
-        now, (since, turns) = time.monotonic(), self._rate_base
-        elapsed_s = max(now - since, 1e-6)
-        self._rate_base = (now, self.turns)
-        rate = (self.turns - turns) / elapsed_s
+        rate = self._turns_per_s(time.monotonic())
         figures = {
             "turns_per_s": rate,
             "env_steps_per_s": rate * self.rollout.world.envs,
@@ -324,6 +323,14 @@ class ActorService(Service):
         for agent, state in self.weights.items():
             figures[f"version.{agent}"] = float(state.version)
         return figures
+
+    def _turns_per_s(self, now: float) -> float:
+        """Over the last seconds: paced by replay, an actor plays in bursts of whole epochs."""
+        self._turns_at.append((now, self.turns))
+        while len(self._turns_at) > 2 and self._turns_at[1][0] < now - RATE_WINDOW_S:
+            self._turns_at.popleft()
+        since, turns = self._turns_at[0]
+        return (self.turns - turns) / max(now - since, 1e-6)
 
     # --- the end ----------------------------------------------------------------------------------------
 

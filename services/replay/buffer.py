@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from services.replay import kernels
 from services.replay.limiter import Limiter
 from services.replay.ring import Array, Ints, Ring
 from services.replay.streams import Streams
@@ -55,8 +56,6 @@ class AgentBuffer:
         self.alpha, self.priority_epsilon = alpha, priority_epsilon
         self._key = _philox_key(seed, agent)
         self._powers = gamma ** np.arange(n_step + 1)
-        # [k, i]: gamma^i for i < k, so that one table lookup weighs and cuts off an n-step sum.
-        self._reward_weights = np.tril(np.broadcast_to(self._powers[:-1], (n_step + 1, n_step)), -1)
         self._ring = Ring(directory, spec, -(-capacity_steps // segment_steps), segment_steps, n_step)
         self._state = self._ring.state
         self._action_names = [name for name in ("action", "control") if name in self._ring.columns]
@@ -140,33 +139,42 @@ class AgentBuffer:
         return weights.astype(np.float32)
 
     def _gather(self, index: Ints) -> dict[str, Array]:
-        slots, steps = np.divmod(index, self.segment_steps)
-        records = self._ring.metadata[slots]
-        row = records["before"] + steps
-        k = np.minimum(self.n_step, records["rows"] - 1 - row)  # steps that the return sums
-        flat = slots * self._ring.slot_rows + row
-        stacks = self._ring.stacks(slots, np.stack((row, row + k)))  # [2, batch, stack, *obs]
+        size, ring, spec = len(index), self._ring, self.spec
+        flat, ahead, in_slot = (np.empty(size, np.int64) for _ in range(3))
+        generations = np.empty(size, np.uint64)
+        kernels.locate(
+            index,
+            self.segment_steps,
+            self.n_step,
+            ring.slot_rows,
+            ring.metadata["before"],
+            ring.metadata["rows"],
+            ring.metadata["generation"],
+            flat,
+            ahead,
+            in_slot,
+            generations,
+        )
+        shape, dtype = (size, spec.stack, *spec.observation.shape), spec.observation.dtype.numpy
+        now, later = np.empty(shape, dtype), np.empty(shape, dtype)
+        now_bytes, later_bytes = (array.reshape(size, -1).view(np.uint8) for array in (now, later))
+        kernels.gather_stacks(
+            ring.packed, spec.observation.row_bytes, flat, in_slot, ahead, now_bytes, later_bytes
+        )
+        returns, discounts = np.empty(size, np.float32), np.empty(size, np.float32)
+        kernels.sum_returns(
+            ring.columns["reward"], ring.columns["terminated"], self._powers, flat, ahead, returns, discounts
+        )
         return {
-            "observation": stacks[0],
-            "next_observation": stacks[1],
-            **{name: self._ring.take(name, flat) for name in self._action_names},
-            "return": self._returns(flat, k),
-            "discount": self._discounts(flat, k),
+            "observation": now,
+            "next_observation": later,
+            **{name: ring.columns[name][flat] for name in self._action_names},
+            "return": returns,
+            "discount": discounts,
             "index": index,
-            "generation": records["generation"].copy(),
-            "version": self._ring.take("version", flat),
+            "generation": generations,
+            "version": ring.columns["version"][flat],
         }
-
-    def _returns(self, flat: Ints, k: Ints) -> npt.NDArray[np.float32]:
-        # Rows past k may hold anything, even NaN of an older segment, which no weight of 0 would remove.
-        ahead = np.minimum(np.arange(self.n_step), k[:, None] - 1)
-        rewards = self._ring.take("reward", flat[:, None] + ahead)
-        returns: Floats = (rewards * self._reward_weights[k]).sum(axis=1)
-        return returns.astype(np.float32)
-
-    def _discounts(self, flat: Ints, k: Ints) -> npt.NDArray[np.float32]:
-        terminated = self._ring.take("terminated", flat + k - 1)
-        return np.where(terminated, 0.0, self._powers[k]).astype(np.float32)
 
     # --- priorities ---------------------------------------------------------------------------------------
 
@@ -175,30 +183,19 @@ class AgentBuffer:
         _check_update(index, generation, priority)
         with np.errstate(over="ignore"):
             raw = priority.astype(np.float32)
-        slots, steps, usable = self._usable(index, generation, raw)
-        stale = len(index) - len(slots)
-        if len(slots):
-            self._store_priorities(slots, steps, raw[usable])
+        accepted, kept = np.empty(len(index), np.int64), np.empty(len(index), np.float32)
+        ring = self._ring
+        count = kernels.accept_priorities(
+            index, generation, raw, ring.commit, ring.metadata["owned"], ring.priorities, accepted, kept
+        )
+        if count:
+            self._tree.set(accepted[:count], self._leaves(kept[:count]))
+            if (highest := float(kept[:count].max())) > self.max_priority:
+                self._state["max_priority"] = highest
+        stale = len(index) - count
         if stale:
             self._state["stale_priorities"] += stale
         return stale
-
-    def _usable(
-        self, index: Array, generation: Array, raw: Array
-    ) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
-        inside = (index >= 0) & (index < self.capacity_steps)
-        slots, steps = np.divmod(np.where(inside, index, 0), self.segment_steps)
-        same = (generation == self._ring.commit[slots]) & (generation != 0)
-        drawable = steps < self._ring.metadata["owned"][slots]
-        usable = inside & same & drawable & np.isfinite(raw) & (raw >= 0)
-        return slots[usable], steps[usable], usable
-
-    def _store_priorities(self, slots: Ints, steps: Ints, raw: Array) -> None:
-        self._ring.priorities[slots, steps] = raw
-        # Read back, so that of a row that occurs twice the tree takes the value that the file kept.
-        self._tree.set(slots * self.segment_steps + steps, self._leaves(self._ring.priorities[slots, steps]))
-        if (highest := float(raw.max())) > self.max_priority:
-            self._state["max_priority"] = highest
 
     def _leaves(self, raw: Array) -> Floats:
         return (raw.astype(np.float64) + self.priority_epsilon) ** self.alpha

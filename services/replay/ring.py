@@ -27,6 +27,8 @@ from shared.specs import AgentSpec
 
 log = structlog.get_logger(__name__)
 
+WORD_BYTES = 8
+
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 
@@ -97,6 +99,26 @@ def sync_file(path: Path) -> None:
         os.close(handle)
 
 
+def row_dtype(spec: AgentSpec) -> np.dtype[Any]:
+    """One row with all its columns: the observation first, then the steps' from wide to narrow, no gaps but
+    at the end, where it is filled up to whole 8-byte words."""
+    observation, steps = spec.observation_columns, spec.step_columns
+    ordered = [*observation, *sorted(steps, key=lambda column: -column.dtype.numpy.itemsize)]
+    offsets, at = [], 0
+    for column in ordered:
+        at = -(-at // column.dtype.numpy.itemsize) * column.dtype.numpy.itemsize
+        offsets.append(at)
+        at += column.row_bytes
+    return np.dtype(
+        {
+            "names": [column.name for column in ordered],
+            "formats": [(column.dtype.numpy, column.shape) for column in ordered],
+            "offsets": offsets,
+            "itemsize": -(-at // WORD_BYTES) * WORD_BYTES,
+        }
+    )
+
+
 def incarnation_words(incarnation: str) -> tuple[int, int]:
     """The 32 hex digits as the two numbers that are stored."""
     return int(incarnation[:16], 16), int(incarnation[16:], 16)
@@ -130,14 +152,11 @@ class Ring:
         self.slot_rows = (spec.stack - 1) + segment_steps + n_step
         directory.mkdir(parents=True, exist_ok=True)
         _check_layout(directory / "layout.json", spec, slots, segment_steps, n_step)
-        # One row more than the slots need: never written, it stands for the frames before an episode began.
-        self.zero_row = slots * self.slot_rows
-        self.columns = {
-            column.name: map_array(
-                self._column_path(column.name), column.dtype.numpy, (self.zero_row + 1, *column.shape)
-            )
-            for column in spec.columns
-        }
+        # All columns of a row lie together: a drawn row is one place in memory, not one for each column.
+        packed = row_dtype(spec)
+        rows = map_array(directory / "rows", packed, (slots * self.slot_rows,))
+        self.columns = {column.name: rows[column.name] for column in spec.columns}
+        self.packed = rows.view(np.uint8).reshape(len(rows), packed.itemsize)
         self.metadata = map_array(directory / "metadata", METADATA, (slots,))
         self.commit = map_array(directory / "commit", np.dtype("<u8"), (slots,))
         priority = np.dtype([("generation", "<u8"), ("raw", "<f4", (segment_steps,))], align=True)
@@ -264,32 +283,15 @@ class Ring:
         _distinct, first = np.unique(keys, axis=0, return_index=True)
         return int(records["owned"].sum()) - int(records["owned"][first].sum())
 
-    # --- reading ------------------------------------------------------------------------------------------
-
-    def stacks(self, slots: Ints, newest: Ints) -> Array:
-        """The `stack` frames up to row `newest` of each slot, zeros before the episode began."""
-        frames = newest[..., None] + np.arange(1 - self.spec.stack, 1)  # [..., stack]
-        # A segment carries every frame that exists of its stacks: below its row 0 the episode had not begun.
-        flat = np.where(frames < 0, self.zero_row, frames + (slots * self.slot_rows)[..., None])
-        return self.columns["observation"].take(flat, axis=0, mode="clip")
-
-    def take(self, name: str, flat_rows: Ints) -> Array:
-        return self.columns[name].take(flat_rows, axis=0, mode="clip")
-
     def sync(self) -> None:
         """Puts everything on the disk, commits after what they commit; from any thread."""
-        for column in self.spec.columns:
-            sync_file(self._column_path(column.name))
-        for name in ("metadata", "priorities", "commit", "state"):
+        for name in ("rows", "metadata", "priorities", "commit", "state"):
             sync_file(self.directory / name)
-
-    def _column_path(self, name: str) -> Path:
-        return self.directory / f"{name}.column"
 
 
 def _check_layout(path: Path, spec: AgentSpec, slots: int, segment_steps: int, n_step: int) -> None:
     wanted = {
-        "format": 1,
+        "format": 2,
         "spec": spec.model_dump(mode="json"),
         "slots": slots,
         "segment_steps": segment_steps,

@@ -93,8 +93,10 @@ def exploring_share(run: LocalRun, stored: StoredRows, agent: str, incarnation: 
                 continue  # no weights yet: it acts at random and says so
             if version not in networks:
                 networks[version] = network_of(run, stored, agent, version)
-            stack = ring.stacks(np.array([slot]), np.array([row]))
-            values = networks[version](flat_input(torch.from_numpy(stack), spec))
+            stack = np.zeros((spec.stack, *spec.observation.shape), spec.observation.dtype.numpy)
+            frames = rows["observation"][max(0, row + 1 - spec.stack) : row + 1]
+            stack[len(stack) - len(frames) :] = frames
+            values = networks[version](flat_input(torch.from_numpy(stack[None]), spec))
             greedy += int(values.argmax()) == int(rows["action"][row])
             played += 1
         if played >= 200:
