@@ -95,10 +95,16 @@ def train_command(options: argparse.Namespace) -> int:
         run, config = _resumed(options)
     else:
         run, config = create_run(load_config(options.config, _settings(options)), options.run_dir)
+    before = run.config() if options.resume else None
+    run.write_config(config)
     view = View(config)
     view.say(f"run {run.path}")
     try:
         ending = Launcher(run, config, view).launch(resume=bool(options.resume))
+    except ConfigError:
+        if before is not None:
+            run.write_config(before)  # what cannot work must not stay in the run
+        raise
     finally:
         view.close()
     return _finish(run, config, view, ending)
@@ -136,7 +142,6 @@ def _resumed(options: argparse.Namespace) -> tuple[RunDirectory, Config]:
     if not ports_are_free(config):
         _refuse_if_running(run, config)
         config = with_free_ports(config, run.path)
-    run.write_config(config)
     return run, config
 
 
@@ -149,12 +154,9 @@ def _refuse_if_running(run: RunDirectory, config: Config) -> None:
 
 
 def _finish(run: RunDirectory, config: Config, view: View, ending: Ending) -> int:
-    eval_returns: dict[str, float | None] = {}
+    summary = write_summary(run, config, ending, {})  # first of all: whatever comes now may be interrupted
     if not ending.interrupted and config.run.eval_episodes:
-        view.say(f"playing {config.run.eval_episodes} greedy epochs")
-        played = evaluate_run(run, config.run.eval_episodes, None, None)
-        eval_returns = {agent: float(returns.mean()) for agent, returns in played["returns"].items()}
-    summary = write_summary(run, config, ending, eval_returns)
+        summary = write_summary(run, config, ending, _final_returns(run, config, view))
     picture = run.plots / "learning_curve.png"
     drawn = draw_curves(run, picture)
     _print_summary(view, run, summary)
@@ -163,6 +165,16 @@ def _finish(run: RunDirectory, config: Config, view: View, ending: Ending) -> in
     if ending.interrupted:
         view.say(f"continue with: rookery train --resume {run.path}")
     return 0
+
+
+def _final_returns(run: RunDirectory, config: Config, view: View) -> dict[str, float | None]:
+    view.say(f"playing {config.run.eval_episodes} greedy epochs")
+    try:
+        played = evaluate_run(run, config.run.eval_episodes, None, None)
+    except (RookeryError, KeyboardInterrupt) as error:
+        view.say(f"no greedy epochs: {error or 'interrupted'}")
+        return {}
+    return {agent: float(returns.mean()) for agent, returns in played["returns"].items()}
 
 
 def _print_summary(view: View, run: RunDirectory, summary: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from shared.messages import (
     RunStatus,
     StatusRequest,
     Welcome,
+    expect,
 )
 
 
@@ -42,8 +43,7 @@ class RunClient:
             raise PeerSilent(
                 f"nothing answers at {self.config.endpoints.params}: the run is not running"
             ) from None
-        assert isinstance(welcome, Welcome)
-        self.params.run = welcome.run_id
+        self.params.run = expect(welcome, Welcome).run_id
         return self
 
     def __exit__(
@@ -56,15 +56,11 @@ class RunClient:
         self.context.destroy(linger=0)
 
     def status(self) -> RunStatus:
-        answer = self.params.call(StatusRequest(), timeout_s=self.timeout_s).message
-        assert isinstance(answer, RunStatus)
-        return answer
+        return expect(self.params.call(StatusRequest(), timeout_s=self.timeout_s).message, RunStatus)
 
     def control(self, action: str, target: str = "", values: dict[str, float] | None = None) -> ControlReply:
         request = ControlRequest(action=action, target=target, values=values or {})
-        answer = self.params.call(request, timeout_s=self.timeout_s).message
-        assert isinstance(answer, ControlReply)
-        return answer
+        return expect(self.params.call(request, timeout_s=self.timeout_s).message, ControlReply)
 
     def replay_stats(self) -> list[ReplayStats | None]:
         """Of each replay service; None: it does not answer."""
@@ -77,8 +73,7 @@ class RunClient:
             answer = link.call(ReplayStatsRequest(), timeout_s=self.timeout_s).message
         except PeerSilent:
             return None
-        assert isinstance(answer, ReplayStats)
-        return answer
+        return expect(answer, ReplayStats)
 
     def _open(self, endpoint: str) -> RequestSender:
         return RequestSender(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +37,7 @@ from shared.messages import (
     RunStatus,
     StatusRequest,
     Welcome,
+    expect,
 )
 
 log = get_logger()
@@ -73,6 +73,7 @@ class Launcher:
         self.interrupted = 0
         self.started = time.monotonic()
         self.fatal = ""
+        self.params = self._open(config.endpoints.params)
 
     def launch(self, resume: bool) -> Ending:
         """Starts everything, returns when everything has ended."""
@@ -117,10 +118,8 @@ class Launcher:
 
     def _join(self) -> None:
         """Connects to the parameter server as soon as it answers."""
-        self.params = self._open(self.config.endpoints.params)
         hello = Hello(service="launcher", instance="launcher", incarnation=uuid.uuid4().hex)
-        welcome = self._call(self.params, hello, START_TIMEOUT_S)
-        assert isinstance(welcome, Welcome)
+        welcome = expect(self._call(self.params, hello, START_TIMEOUT_S), Welcome)
         self.params.run = welcome.run_id
         self.listener = BroadcastListener(
             self.context,
@@ -149,17 +148,20 @@ class Launcher:
         link.ask(
             message, on_reply=outcome.append, on_failure=outcome.append, timeout_s=timeout_s, retry_s=0.3
         )
-        self._turn_until(lambda: bool(outcome) or bool(self.fatal), timeout_s + 1.0)
+        self.loop.turn_until(lambda: bool(outcome) or bool(self.fatal) or self._gives_up(), timeout_s + 1.0)
         if self.fatal:
             raise ConfigError(self.fatal)
+        if not outcome and self._gives_up():
+            raise PeerSilent("interrupted before the run began")
         if not outcome:
             raise PeerSilent(f"{link.endpoint} did not answer; see {self.run.logs}")
         if isinstance(outcome[0], RookeryError):
             raise outcome[0]
         return outcome[0].message
 
-    def _turn_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        return self.loop.turn_until(condition, timeout_s)
+    def _gives_up(self) -> bool:
+        """Interrupted twice, or before there was a run that could drain."""
+        return self.interrupted > 1 or (self.interrupted > 0 and not self.params.run)
 
     # --- while it runs ----------------------------------------------------------------------------------
 
@@ -188,6 +190,8 @@ class Launcher:
         if self.interrupted > 1:
             self.loop.stop("interrupted twice")
             return
+        if not self.params.run:
+            return  # nothing has begun: _call gives up
         self.view.say("draining: actors flush, learners checkpoint (Ctrl-C again to end at once)")
         self.params.ask(
             ControlRequest(action="drain"),
@@ -248,15 +252,13 @@ class Launcher:
             for endpoints in self.config.endpoints.replay:
                 link = self._open(endpoints.requests)
                 link.run = self.params.run
-                ledger = self._call(link, LedgerRequest(closing=True), timeout_s)
-                assert isinstance(ledger, Ledger)
+                ledger = expect(self._call(link, LedgerRequest(closing=True), timeout_s), Ledger)
                 ledgers.append(ledger)
             produced = self._call(self.params, ProducedRequest(), timeout_s)
         except RookeryError as error:
             self.view.say(f"no ledger: {error}")
             return {}
-        assert isinstance(produced, Produced)
-        return add_up(ledgers, produced.steps)
+        return add_up(ledgers, expect(produced, Produced).steps)
 
     def _final_status(self) -> None:
         try:
@@ -264,8 +266,7 @@ class Launcher:
         except RookeryError as error:
             log.warning("no final status; the last broadcast is used", reason=str(error))
             return
-        assert isinstance(status, RunStatus)
-        self.status = status
+        self.status = expect(status, RunStatus)
 
 
 def add_up(ledgers: list[Ledger], heard: dict[str, int]) -> dict[str, int]:

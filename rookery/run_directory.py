@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from services.param_server.progress import parsed_line
 from services.param_server.version_file import DamagedFileError, StoredVersion, read_version
 from shared.config import Config, build_config, dump_config, load_config, merged
 from shared.errors import ConfigError
@@ -164,11 +165,11 @@ def ports_are_free(config: Config) -> bool:
 
 
 def read_progress(path: Path) -> list[dict[str, Any]]:
-    """The taken epoch summaries, in order; a torn last line is left out."""
+    """The taken epoch summaries, in order; what the parameter server would not count is left out."""
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    lines = (parsed_line(raw) for raw in path.read_bytes().splitlines(keepends=True))
+    return [line.model_dump() for line in lines if line is not None]
 
 
 def _local(port: int) -> str:

@@ -91,7 +91,7 @@ class ReplayConfig(Section):
     """The replay service and its limiter."""
 
     services: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many replay services share the agents (agent i lives in service i mod services)."""
+    """How many replay services share the agents (in the order of their names, in turns)."""
     capacity_steps: Annotated[int, Field(ge=64)] = 131_072
     """Steps kept for each agent."""
     min_steps: Annotated[int, Field(ge=1)] = 2_000
@@ -221,7 +221,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
+        ids = {f"agent_{number}" for number in range(self.world.agents)}
         for agent in self.agents:
+            if agent not in ids:
+                raise ValueError(
+                    f"agents.{agent}: no such agent; with world.agents = {self.world.agents} "
+                    f"they are agent_0 to agent_{self.world.agents - 1}"
+                )
             try:
                 self.learner_for(agent)
             except pydantic.ValidationError as error:

@@ -10,15 +10,18 @@ Next: services/actor/rollout.py
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from shared.errors import BadMessage
 from shared.specs import AGENT_ID_PATTERN, AgentSpec, DType
 
 AgentId = Annotated[str, Field(pattern=AGENT_ID_PATTERN)]
 Incarnation = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # unique for each start of a process
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+# What others add up: bounded, so that no sum of what arrives can leave the range of a Count.
+Tally = Annotated[int, Field(ge=0, lt=2**44)]
 Duration = Annotated[float, Field(ge=0.0, le=86_400.0)]
 Text = Annotated[str, Field(max_length=2_000)]
 ServiceName = Literal["replay", "param_server", "learner", "actor", "launcher", "client"]
@@ -52,6 +55,16 @@ class Message(Part):
     protocol: Literal[1] = 1
     run: Annotated[str, Field(max_length=64)] = ""
     arrays: Annotated[tuple[ArrayHeader, ...], Field(max_length=512)] = ()
+
+
+M = TypeVar("M", bound=Message)
+
+
+def expect(message: Message, kind: type[M]) -> M:
+    """The message as the kind that must come here, or BadMessage: what arrives is never taken on trust."""
+    if not isinstance(message, kind):
+        raise BadMessage(f"{type(message).__name__} where {kind.__name__} was expected")
+    return message
 
 
 class Request(Message):
@@ -96,7 +109,7 @@ class Segment(Message):
     incarnation: Incarnation
     agent: AgentId
     sequence: Annotated[int, Field(ge=1, lt=2**63)]
-    produced_steps: Count  # by this stream so far, counted by the actor as it plays
+    produced_steps: Tally  # by this stream so far, counted by the actor as it plays
     actor_index: Count
     slot: Count
     epoch: Count
@@ -111,7 +124,7 @@ class StreamReport(Request):
 
     kind: Literal["stream_report"] = "stream_report"
     incarnation: Incarnation
-    produced_steps: dict[AgentId, Count]
+    produced_steps: dict[AgentId, Tally]
     final: bool = False  # the actor ended on purpose: what is not stored now is lost
 
 
@@ -279,10 +292,10 @@ class LeaseGrant(Reply):
 class EpochSummary(Part):
     """What an actor played since its last confirmed report; `number` rises by one with each."""
 
-    number: Annotated[int, Field(ge=1)]
-    epochs: Count
-    env_steps: Count
-    agent_steps: Count
+    number: Annotated[int, Field(ge=1, lt=2**44)]
+    epochs: Tally
+    env_steps: Tally
+    agent_steps: Tally
     return_sums: dict[AgentId, float]
 
 

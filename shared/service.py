@@ -41,6 +41,7 @@ from shared.messages import (
     Specs,
     Token,
     Welcome,
+    expect,
 )
 from shared.specs import AgentSpec
 
@@ -162,12 +163,11 @@ class Service:
     def join(self) -> None:
         """Learns which run this is and begins to follow it."""
         hello = Hello(service=self.name, instance=self.instance, incarnation=self.incarnation)
-        welcome = self.call_patiently(self.params, hello, "the parameter server")
-        assert isinstance(welcome, Welcome)
+        welcome = expect(self.call_patiently(self.params, hello, "the parameter server"), Welcome)
         self.params.run = welcome.run_id
         self._follow(welcome.state)
         self.listen()
-        self.loop.every(self.config.param_server.heartbeat_s, self._heartbeat)
+        self._heartbeats = self.loop.every(self.config.param_server.heartbeat_s, self._heartbeat)
         self._heartbeat()
 
     def join_known(self, run_id: str) -> None:
@@ -181,7 +181,7 @@ class Service:
             timeout_s=ASK_AGAIN_S,
         )
         self.listen()
-        self.loop.every(self.config.param_server.heartbeat_s, self._heartbeat)
+        self._heartbeats = self.loop.every(self.config.param_server.heartbeat_s, self._heartbeat)
         self._heartbeat()
 
     def listen(self) -> None:
@@ -197,8 +197,7 @@ class Service:
 
     def get_specs(self) -> dict[str, AgentSpec]:
         specs = self.call_patiently(self.params, SpecRequest(), "an actor to register the agents' specs")
-        assert isinstance(specs, Specs)
-        return specs.specs
+        return expect(specs, Specs).specs
 
     def get_lease(self, role: str, agent: str | None = None) -> LeaseGrant:
         message = LeaseRequest(
@@ -207,8 +206,7 @@ class Service:
             incarnation=self.incarnation,
             agent=agent,
         )
-        grant = self.call_patiently(self.params, message, f"a lease as {role}")
-        assert isinstance(grant, LeaseGrant)
+        grant = expect(self.call_patiently(self.params, message, f"a lease as {role}"), LeaseGrant)
         self.token, self.index = grant.token, grant.index
         return grant
 
@@ -243,8 +241,7 @@ class Service:
         )
 
     def _on_heartbeat_reply(self, received: Received) -> None:
-        reply = received.message
-        assert isinstance(reply, HeartbeatReply)
+        reply = expect(received.message, HeartbeatReply)
         self.epochs, self.agent_steps = reply.epochs, reply.agent_steps
         self._follow(reply.state)
         self.on_heartbeat_reply(reply)
@@ -267,11 +264,12 @@ class Service:
             self.loop.stop(state)
 
     def ends_with(self, state: RunState) -> bool:
-        """Whether the service ends in this state of the run; replay stays until the end of draining."""
+        """Whether the service ends in this state of the run; replay overrides it and stays."""
         return state in ("draining", "finished")
 
     def _leave(self) -> None:
-        """The last words: done, and the lease back."""
+        """The last words: done, and the lease back. No heartbeat may come after them."""
+        self._heartbeats.cancel()
         for message in (
             self.heartbeat(done=True),
             Release(instance=self.instance, incarnation=self.incarnation),
@@ -289,8 +287,7 @@ class Service:
 
     def on_control_request(self, received: Received) -> None:
         """What a person asks of this instance, forwarded by the parameter server."""
-        request = received.message
-        assert isinstance(request, ControlRequest)
+        request = expect(received.message, ControlRequest)
         if request.action == "pause":
             self.held = True
         elif request.action == "resume":
@@ -306,7 +303,7 @@ class Service:
                 instance=self.instance,
                 state=self.state,
                 ready=self.ready,
-                waiting_for=self.waiting_for,
+                waiting_for=self.waiting_for[:2_000],
                 metrics=self.metrics(),
             )
         )

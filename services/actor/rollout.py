@@ -20,6 +20,7 @@ from services.actor.policies import group_agents
 from services.actor.segments import Cut, SegmentWriter
 from shared.codec import Array, Arrays
 from shared.config import Config
+from shared.errors import WorldError
 from worlds.base import AgentActions, Outcome, World
 
 
@@ -124,6 +125,8 @@ class Rollout:
         outcome: Outcome,
         truncated: npt.NDArray[np.bool_],
     ) -> None:
+        if not np.isfinite(outcome.reward).all():
+            raise WorldError(f"the world gave {agent} a reward that is not finite")
         alive, group = self._alive[agent], self.group_of[agent]
         place = group.agents.index(agent)
         rows = {

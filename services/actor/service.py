@@ -40,6 +40,7 @@ from shared.messages import (
     StreamMarks,
     StreamReport,
     Weights,
+    expect,
 )
 from shared.placement import replay_of
 from shared.service import Service
@@ -217,8 +218,7 @@ class ActorService(Service):
         self._on_marks(received, reported=True)
 
     def _on_marks(self, received: Received, reported: bool = False) -> None:
-        message = received.message
-        assert isinstance(message, StreamMarks)
+        message = expect(received.message, StreamMarks)
         if message.incarnation != self.incarnation:
             return
         self.replay_says = message.waiting_for
@@ -263,8 +263,7 @@ class ActorService(Service):
 
         def on_snapshot(received: Received) -> None:
             self.asked_for.discard(agent)
-            assert isinstance(received.message, Weights)
-            self._on_weights(received.message, received.arrays)
+            self._on_weights(expect(received.message, Weights), received.arrays)
 
         def on_failure(error: RookeryError) -> None:
             self.asked_for.discard(agent)
@@ -303,8 +302,7 @@ class ActorService(Service):
             self.params.ask(request, on_reply=self._on_new_lease)
 
     def _on_new_lease(self, received: Received) -> None:
-        assert isinstance(received.message, LeaseGrant)
-        self.index = received.message.index
+        self.index = expect(received.message, LeaseGrant).index
 
     def metrics(self) -> dict[str, float]:
         if not self.ready:
@@ -342,7 +340,7 @@ class ActorService(Service):
         self._report()
         while not self.outbox.all_stored and time.monotonic() < deadline:
             self._pump()
-            self.loop.turn_until(lambda: self.outbox.all_stored or self.outbox.unsent, 0.1)
+            self.loop.turn_until(lambda: self.outbox.all_stored, 0.02 if self.outbox.unsent else 0.1)
         if not self.outbox.all_stored:
             log.error("replay did not store everything in time; what is missing counts as abandoned")
             return

@@ -20,7 +20,7 @@ from shared.codec import Received
 from shared.errors import BadMessage, PeerSilent, RookeryError, StaleToken
 from shared.links.requests import RequestSender
 from shared.logs import get_logger
-from shared.messages import CheckpointChunk, CheckpointPiece, CheckpointRequest, Token
+from shared.messages import CheckpointChunk, CheckpointPiece, CheckpointRequest, Token, expect
 
 log = get_logger()
 
@@ -50,8 +50,7 @@ def download(link: RequestSender, token: Token) -> bytes | None:
     offset, first = 0, None
     while True:
         received = link.call(CheckpointRequest(token=token, offset=offset), timeout_s=30.0)
-        piece = received.message
-        assert isinstance(piece, CheckpointPiece)
+        piece = expect(received.message, CheckpointPiece)
         if piece.total_bytes == 0:
             return None
         if first is None or piece.checkpoint_id != first.checkpoint_id:
@@ -59,6 +58,8 @@ def download(link: RequestSender, token: Token) -> bytes | None:
             if piece.offset != 0:
                 continue
         parts.append(received.arrays["data"].tobytes())
+        if not parts[-1]:
+            raise BadMessage("an empty piece of a checkpoint: its file is shorter than it says")
         offset += len(parts[-1])
         if offset >= piece.total_bytes:
             break

@@ -35,6 +35,7 @@ from shared.messages import (
     SampleRequest,
     SnapshotRequest,
     Weights,
+    expect,
 )
 from shared.placement import replay_of
 from shared.service import Service
@@ -43,6 +44,7 @@ log = get_logger()
 
 SAMPLE_TIMEOUT_S = 10.0
 SAMPLE_RETRY_S = 1.5  # a restarted replay has forgotten held requests; one that holds it ignores the repeat
+REFUSED_PAUSE_S = 1.0
 LAST_WORDS_S = 3.0
 
 
@@ -54,7 +56,7 @@ class LearnerService(Service):
     def __init__(self, config: Config, run_dir: Path, instance: str, agent: str | None = None) -> None:
         super().__init__(config, run_dir, instance)
         self.wanted_agent = agent
-        self.batches: deque[tuple[Batch, Arrays]] = deque()
+        self.batches: deque[Arrays] = deque()
         self.in_flight = 0
         self.next_draw = 0
         self.version = 0
@@ -117,7 +119,7 @@ class LearnerService(Service):
         except Refused as error:
             log.info("a fresh start", reason=str(error))
             return
-        assert isinstance(received.message, Weights)
+        expect(received.message, Weights)
         weights = {name: torch.tensor(array) for name, array in received.arrays.items()}
         self._load(self.algorithm.load_policy, weights)
 
@@ -154,10 +156,10 @@ class LearnerService(Service):
             self.waiting_for = "batches from replay"
             return False
         self.waiting_for = ""
-        self._train(*self.batches.popleft())
+        self._train(self.batches.popleft())
         return bool(self.batches)
 
-    def _train(self, batch: Batch, arrays: Arrays) -> None:
+    def _train(self, arrays: Arrays) -> None:
         report = self.algorithm.update(arrays)
         if report is None:
             return
@@ -195,16 +197,21 @@ class LearnerService(Service):
         return priority.beta_start + progress * (priority.beta_end - priority.beta_start)
 
     def _on_batch(self, received: Received) -> None:
-        assert isinstance(received.message, Batch)
+        expect(received.message, Batch)
         self.in_flight -= 1
-        self.batches.append((received.message, received.arrays))
+        self.batches.append(received.arrays)
 
     def _on_no_batch(self, error: RookeryError) -> None:
-        self.in_flight -= 1
         if isinstance(error, StaleToken):
             raise error
-        if not (isinstance(error, Refused) and error.code == "deadline"):
-            log.warning("no batch", reason=str(error))
+        if isinstance(error, Refused) and error.code != "deadline":
+            log.warning("no batch; asking again in a moment", reason=str(error))
+            self.loop.after(REFUSED_PAUSE_S, self._forget_one)  # at once would be refused at once again
+            return
+        self._forget_one()
+
+    def _forget_one(self) -> None:
+        self.in_flight -= 1
 
     # --- publishing and checkpoints ---------------------------------------------------------------------
 
@@ -226,9 +233,8 @@ class LearnerService(Service):
         )
 
     def _on_published(self, received: Received) -> None:
-        assert isinstance(received.message, Published)
         self.publishing = False
-        self.version = received.message.version
+        self.version = expect(received.message, Published).version
 
     def _on_not_published(self, error: RookeryError) -> None:
         self.publishing = False
@@ -259,7 +265,8 @@ class LearnerService(Service):
         self._drop_sample_requests()
         while self.uploader.busy and time.monotonic() < deadline:
             self.params.flush(0.1)
-        self.uploader.start(self._packed())
+        if not self.uploader.busy:
+            self.uploader.start(self._packed())
         if self.algorithm.updates != self.published_updates:
             self._publish()
         if not self.params.flush(max(0.5, deadline - time.monotonic())):
@@ -267,6 +274,7 @@ class LearnerService(Service):
 
     def _drop_sample_requests(self) -> None:
         self.replay.close()
+        self.in_flight += len(self.batches)  # they were drawn and not trained on: the checkpoint says so
         self.batches.clear()
 
     def metrics(self) -> dict[str, float]:

@@ -120,10 +120,14 @@ class CheckpointStore:
         whole = self._newest.get(agent)
         if whole is None:
             return None
-        label = whole.label
-        with whole.path.open("rb") as file:
-            file.seek(len(label.line()) + offset)
-            data = file.read(max(0, min(max_bytes, label.total_bytes - offset)))
+        label, data = whole.label, b""
+        if offset < label.total_bytes:
+            try:
+                with whole.path.open("rb") as file:
+                    file.seek(len(label.line()) + offset)
+                    data = file.read(min(max_bytes, label.total_bytes - offset))
+            except OSError as error:
+                raise Refused("checkpoint_damaged", f"{whole.path.name}: {error.strerror}") from None
         return label.checkpoint_id, label.total_bytes, label.checksum, data
 
     def _refuse_impossible(self, label: _Label, offset: int, size: int) -> None:
@@ -234,6 +238,7 @@ def _numbers(folder: Path) -> set[int]:
 
 
 def _prune(folder: Path) -> None:
-    whole = sorted((path for path in folder.glob("*.ckpt")), key=lambda path: int(path.stem))
+    own = (path for path in folder.glob("*.ckpt") if path.stem.isdigit())
+    whole = sorted(own, key=lambda path: int(path.stem))
     for path in whole[:-KEEP]:
         path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict
 
 from services.param_server.atomic_file import storage_errors
-from shared.messages import EpochSummary
+from shared.messages import EpochSummary, Tally
 
 RECENT_EPOCHS = 200
 
@@ -33,10 +33,10 @@ class ProgressLine(BaseModel):
     t: float
     actor: int
     incarnation: str
-    number: int
-    epochs: int
-    env_steps: int
-    agent_steps: int
+    number: Tally
+    epochs: Tally
+    env_steps: Tally
+    agent_steps: Tally
     return_sums: dict[str, float]
 
 
@@ -138,7 +138,7 @@ class Progress:
         unreadable: list[int] = []
         for raw in data.splitlines(keepends=True):
             position += len(raw)
-            if line := _parsed(raw):
+            if line := parsed_line(raw):
                 end = position
                 self._count(line)
             else:
@@ -151,7 +151,8 @@ class Progress:
         return end
 
 
-def _parsed(raw: bytes) -> ProgressLine | None:
+def parsed_line(raw: bytes) -> ProgressLine | None:
+    """A whole, valid line, or None."""
     if not raw.endswith(b"\n"):
         return None
     try:

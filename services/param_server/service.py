@@ -178,8 +178,15 @@ class ParamServer:
     # --- the run ----------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """What depends on time: leases, limits, the end of draining, held requests."""
-        now = time.monotonic()
+        """What depends on time. A disk that cannot be written is counted; the next tick tries again."""
+        try:
+            self._tick(time.monotonic())
+        except Refused as error:
+            self.counters[f"failed.{error.code}"] += 1
+            log.warning("cannot go on for the moment", code=error.code, reason=str(error))
+
+    def _tick(self, now: float) -> None:
+        """Leases, limits, the end of draining, held requests."""
         self.run_book.tick(now)
         for lease in self.leases.expire(now):
             log.warning("lease lapsed", role=lease.role, name=lease.name, instance=lease.instance)
@@ -284,9 +291,16 @@ class ParamServer:
                 return False
             log.info("lease granted", agent=token.agent, number=token.number, instance=message.instance)
             grant = LeaseGrant(request=message.request, token=token, lease_s=lease_s)
-        self.requests.reply(incoming.peer, grant)
+        if not self.requests.reply(incoming.peer, grant):  # it died while it waited: the next may have it
+            self.leases.release(message.instance, message.incarnation)
         self.announce()
         return True
+
+    def _answer(self, message: Request, incoming: Incoming) -> bool:
+        if isinstance(message, SpecRequest):
+            return self._answer_spec_request(message, incoming)
+        assert isinstance(message, LeaseRequest)
+        return self._answer_lease_request(message, incoming)
 
     def _hold(self, message: Request, incoming: Incoming) -> None:
         same = (held for held in self.held if held.incoming.peer == incoming.peer)
@@ -298,12 +312,11 @@ class ParamServer:
         waiting, self.held = self.held, []
         for held in waiting:
             message, incoming = held.message, held.incoming
-            if isinstance(message, SpecRequest):
-                answered = self._answer_spec_request(message, incoming)
-            else:
-                assert isinstance(message, LeaseRequest)
-                answered = self._answer_lease_request(message, incoming)
-            if answered:
+            try:
+                if self._answer(message, incoming):
+                    continue
+            except Refused as error:
+                self.requests.refuse(incoming.peer, message, error)
                 continue
             if now < held.until:
                 self.held.append(held)
@@ -318,7 +331,7 @@ class ParamServer:
 
     def on_heartbeat(self, message: Heartbeat, incoming: Incoming) -> None:
         now = time.monotonic()
-        self.seen[message.incarnation] = Seen(incoming.peer, message, now)
+        self._note_seen(message, incoming.peer, now)
         held = True
         if message.token is not None or message.index is not None:
             held = self.leases.renew(message.incarnation, message.token, message.index, now)
@@ -336,6 +349,14 @@ class ParamServer:
             agent_steps=self.progress.totals.agent_steps,
         )
         self.requests.reply(incoming.peer, reply)
+
+    def _note_seen(self, message: Heartbeat, peer: bytes, now: float) -> None:
+        """One entry for each instance: a new incarnation takes the place of the one that died."""
+        for incarnation, seen in list(self.seen.items()):
+            if seen.heartbeat.instance == message.instance and seen.heartbeat.service == message.service:
+                del self.seen[incarnation]
+        if not message.done:
+            self.seen[message.incarnation] = Seen(peer, message, now)
 
     def on_release(self, message: Release, incoming: Incoming) -> None:
         for lease in self.leases.release(message.instance, message.incarnation):

@@ -1,6 +1,6 @@
 """The versions of every agent's weights: one line of numbers per agent that never goes back.
 
-Owns `params/<agent>/`: a safetensors file for each kept version, `high_water` (the highest number ever
+Owns `params/agents/<agent>/`: a safetensors file for each kept version, `high_water` (the highest number ever
 given, which stands even when files are lost or damaged) and `pins.json`. The newest version is kept in
 memory: snapshots and broadcasts read nothing from disk. A damaged file is set aside at open and the version
 before it is used. A rollback is `load` of an old version and `publish` of its tensors under a new id.
@@ -28,6 +28,7 @@ from services.param_server.version_file import (
 )
 from shared.codec import Array
 from shared.errors import Refused
+from shared.specs import AGENT_ID_PATTERN
 
 SUFFIX = ".safetensors"
 
@@ -57,7 +58,8 @@ class VersionStore:
         self._lines: dict[str, _Line] = {}
         directory.mkdir(parents=True, exist_ok=True)
         for folder in sorted(path for path in directory.iterdir() if path.is_dir()):
-            self._lines[folder.name] = _open_line(folder)
+            if re.fullmatch(AGENT_ID_PATTERN, folder.name):  # anything else is not ours
+                self._lines[folder.name] = _open_line(folder)
 
     def publish(
         self, agent: str, tensors: Mapping[str, Array], *, publish_id: str, updates: int, token: int
@@ -148,10 +150,10 @@ def _open_line(folder: Path) -> _Line:
     line = _Line(folder, pinned=_read_pins(folder))
     recorded = _read_high_water(folder)
     # Damaged files count too: their numbers were given to somebody.
-    line.high_water = max([recorded, *_numbers(folder, rf"(\d+){SUFFIX}.*")])
+    line.high_water = max([recorded, *_numbers(folder, rf"(\d{{8,}}){SUFFIX}.*")])
     if line.high_water != recorded:
         _write_high_water(folder, line.high_water)
-    for version in sorted(_numbers(folder, rf"(\d+){SUFFIX}")):
+    for version in sorted(_numbers(folder, rf"(\d{{8,}}){SUFFIX}")):
         try:
             line.publish_ids[version] = read_publish_id(line.path(version), folder.name, version)
         except DamagedFileError as error:

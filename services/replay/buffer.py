@@ -8,6 +8,7 @@ pure function of (seed, agent, i) and of what is stored, so a repeated request g
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -93,11 +94,20 @@ class AgentBuffer:
     def _check_contents(self, segment: Segment, arrays: Arrays) -> None:
         if arrays["terminated"][:-1].any() or arrays["truncated"][:-1].any():
             raise SpecMismatch(f"segment {segment.sequence} goes on after the end of its episode")
+        self._check_values(segment, arrays)
         found = checksum(arrays[column.name] for column in self.spec.columns)
         if found != segment.checksum:
             raise SpecMismatch(
                 f"segment {segment.sequence}: checksum {found}, its header says {segment.checksum}"
             )
+
+    def _check_values(self, segment: Segment, arrays: Arrays) -> None:
+        """A row that no learner could train on must not be drawn again and again."""
+        discrete = self.spec.discrete
+        if discrete is not None and not ((arrays["action"] >= 0) & (arrays["action"] < discrete.n)).all():
+            raise SpecMismatch(f"segment {segment.sequence}: an action outside 0 to {discrete.n - 1}")
+        if not np.isfinite(arrays["reward"]).all():
+            raise SpecMismatch(f"segment {segment.sequence}: a reward that is not finite")
 
     def _make_room(self) -> None:
         self._tree.set_range(self._ring.next_slot * self.segment_steps, np.zeros(self.segment_steps))
@@ -183,6 +193,8 @@ class AgentBuffer:
         _check_update(index, generation, priority)
         with np.errstate(over="ignore"):
             raw = priority.astype(np.float32)
+        # Views on frames may lie at odd addresses, which compiled code need not expect.
+        index, generation = np.require(index, requirements="A"), np.require(generation, requirements="A")
         accepted, kept = np.empty(len(index), np.int64), np.empty(len(index), np.float32)
         ring = self._ring
         count = kernels.accept_priorities(
@@ -205,7 +217,8 @@ class AgentBuffer:
     def _recover(self, now: float) -> None:
         valid = self._ring.valid_slots()
         self._streams.recover(self._ring.metadata[valid], now)
-        self._state["max_priority"] = self.max_priority or FIRST_PRIORITY
+        if not (math.isfinite(self.max_priority) and self.max_priority > 0):
+            self._state["max_priority"] = FIRST_PRIORITY
         self._recover_priorities(valid)
         self._recover_limiter(valid)
 
@@ -226,7 +239,7 @@ class AgentBuffer:
         limiter.inserted_steps = self._streams.stored_steps
         limiter.sampled_steps = state["sampled_steps"]
         limiter.full = len(valid) == self._ring.slots
-        limiter.offset = state["limiter_offset"]
+        limiter.offset = state["limiter_offset"] if math.isfinite(state["limiter_offset"]) else 0.0
         before = (state["samples_per_insert"], state["min_steps"])
         if before not in ((0.0, 0), (limiter.samples_per_insert, limiter.min_steps)):
             limiter.rebase()
@@ -267,14 +280,15 @@ class AgentBuffer:
         """An actor's own count."""
         self._streams.report(incarnation, produced, final, now)
 
-    def check_token(self, number: int) -> None:
-        """Remembers the highest token and refuses lower ones."""
+    def check_token(self, number: int, *, keep: bool = True) -> None:
+        """Refuses tokens lower than the highest seen; `keep` remembers this one."""
         highest = self._state["token"]
         if number < highest:
             raise StaleToken(
                 f"token {number} for {self.agent!r}, where {highest} has been seen; ask for a new lease"
             )
-        self.note_token(number)
+        if keep:
+            self.note_token(number)
 
     def note_token(self, number: int) -> None:
         """A lease was granted: tokens below it are refused from now on."""

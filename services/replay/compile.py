@@ -1,4 +1,4 @@
-"""`python -m services.replay.compile`: compiles replay's kernels ahead of time, about ten seconds once.
+"""`python -m services.replay.compile`: compiles replay's kernels ahead of time, a few seconds once.
 
 It makes a small buffer and does with it everything that a run does.
 """
@@ -61,9 +61,7 @@ def _use(buffer: AgentBuffer) -> None:
     )
     buffer.insert(segment, arrays)
     batch = buffer.draw(0, 2, 0.5)
-    # As they arrive: views on frames, which may be read-only.
-    index, generation = batch["index"].copy(), batch["generation"].copy()
-    buffer.update_priorities(index, generation, np.ones(2, np.float32))
+    buffer.update_priorities(batch["index"], batch["generation"], np.ones(2, np.float32))
 
 
 if __name__ == "__main__":

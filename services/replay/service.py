@@ -56,6 +56,7 @@ TICK_S = 0.25
 GAP_PAUSE_S = 0.2  # a stream with a gap is told so at most this often
 BATCHES_A_TURN = 8  # for one agent, before segments get their turn
 REMEMBERED_DRAWS = 256
+GRANTS_AHEAD = 8  # a token may come before the notice of its grant, but not many grants before
 
 _SPECS: pydantic.TypeAdapter[dict[str, AgentSpec]] = pydantic.TypeAdapter(dict[str, AgentSpec])
 
@@ -178,7 +179,7 @@ class ReplayService(Service):
             return known["run"], _SPECS.validate_python(known["specs"])
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             log.warning(
                 "what replay knew of its run is unreadable; asking the parameter server", reason=str(error)
             )
@@ -216,6 +217,7 @@ class ReplayService(Service):
             if desk.withheld and not self._holds_back(agent, desk, now):
                 self._release_withheld(agent, desk)
             self._note_blocked(desk, now)
+        self.gap_told = {key: told for key, told in self.gap_told.items() if now - told < GAP_PAUSE_S}
 
     # --- segments ---------------------------------------------------------------------------------------
 
@@ -255,7 +257,7 @@ class ReplayService(Service):
                 self.acknowledged[incarnation, agent] = desk.buffer.mark(incarnation)
             marks[agent] = self._mark(incarnation, agent, desk)
         return StreamMarks(
-            request=request, incarnation=incarnation, marks=marks, waiting_for="; ".join(reasons)
+            request=request, incarnation=incarnation, marks=marks, waiting_for="; ".join(reasons)[:2_000]
         )
 
     def _mark(self, incarnation: str, agent: str, desk: AgentDesk) -> Mark:
@@ -306,7 +308,7 @@ class ReplayService(Service):
     def _serve(self, agent: str, desk: AgentDesk) -> bool:
         """Serves what the limiter allows; True when it stopped for fairness alone."""
         for _ in range(BATCHES_A_TURN):
-            if not desk.held or self.state in ("paused", "finished"):
+            if not desk.held or self.held or self.state in ("paused", "finished"):
                 return False
             sample = desk.held[0]
             repeated = (sample.message.token.number, sample.message.draw) in desk.served
@@ -348,7 +350,9 @@ class ReplayService(Service):
         lease = self.leases.learners.get(token.agent) if self.leases else None
         if lease is not None and token.number == lease.number and peer != lease.incarnation.encode():
             raise Refused("wrong_agent", f"the lease of {token.agent!r} is held by another learner than you")
-        desk.buffer.check_token(token.number)
+        if lease is not None and token.number > lease.number + GRANTS_AHEAD:
+            raise Refused("unknown_token", f"token {token.number} of {token.agent!r} was never granted")
+        desk.buffer.check_token(token.number, keep=lease is not None)
         desk.learner_heard = time.monotonic()
         if desk.absent:
             desk.absent = False
@@ -428,8 +432,10 @@ class ReplayService(Service):
     def set_values(self, values: dict[str, float]) -> None:
         """`samples_per_insert` and `min_steps` can be changed while running."""
         known = {"samples_per_insert", "min_steps", "tolerance_samples"}
-        if set(values) - known:
-            log.warning("unknown settings ignored", unknown=sorted(set(values) - known), known=sorted(known))
+        impossible = {name: value for name, value in values.items() if not 0 < value < 2**44}  # NaN too
+        if set(values) - known or impossible:
+            log.warning("settings refused", asked_for=values, known=sorted(known), impossible=impossible)
+            return
         for desk in self.desks.values():
             desk.buffer.adjust_limiter(
                 samples_per_insert=values.get("samples_per_insert"),

