@@ -117,6 +117,12 @@ def test_requests_with_an_old_or_foreign_token_are_refused(make_run: MakeRun) ->
                 first.ask(request, params, arrays)
         wait_for(lambda: refusal(first, replay, sample(old)) == "stale_token", "replay knows the new lease")
         assert refusal(neighbour, replay, sample(new)) == "wrong_agent"
+        forged = Token(agent="agent_0", number=2**62)
+        assert refusal(neighbour, replay, sample(forged)) == "unknown_token"
+        assert refusal(second, replay, sample(new)) == "deadline"  # the real one waits for steps, as before
+        for request, arrays in writes(new):
+            with pytest.raises(Refused, match="another learner"):
+                neighbour.ask(request, params, arrays)
         before = run.replay_stats().counters["refused.stale_token"]
         first.link(replay).tell(PriorityUpdate(token=old), priorities())
         first.loop.turn(block=True)

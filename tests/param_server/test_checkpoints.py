@@ -172,3 +172,32 @@ def test_newest_file_damaged_anywhere_is_replaced_by_the_one_before(
     assert download(store) == ("one", b"1" * 25)
     upload(store, "two", b"2" * 25)
     assert download(CheckpointStore(root)) == ("two", b"2" * 25)
+
+
+@pytest.mark.parametrize("offset", [95, 2**62, 2**63 - 1])
+def test_piece_from_beyond_the_end_is_empty(reopen: Open, offset: int) -> None:
+    """Any offset may arrive; it must not reach the file."""
+    store = reopen()
+    upload(store, "one", bytes(range(95)))
+    assert store.piece("a", offset, 7) == ("one", 95, zlib.crc32(bytes(range(95))), b"")
+
+
+def test_checkpoint_whose_file_vanished_is_refused_in_words(reopen: Open, tmp_path: Path) -> None:
+    """A file that a person deleted does not end the service."""
+    store = reopen()
+    upload(store, "one", b"1" * 25)
+    (tmp_path / "checkpoints" / "a" / "1.ckpt").unlink()
+    with pytest.raises(Refused, match=r"1\.ckpt"):
+        store.piece("a", 0, 7)
+
+
+def test_upload_beside_a_stray_file_is_kept(reopen: Open, tmp_path: Path) -> None:
+    """What a person put into the directory is left alone."""
+    store = reopen()
+    upload(store, "one", b"1" * 25)
+    stray = tmp_path / "checkpoints" / "a" / "backup.ckpt"
+    stray.write_bytes(b"mine")
+    for name in ("two", "three", "four"):
+        upload(store, name, name.encode() * 9)
+    assert download(reopen()) == ("four", b"four" * 9)
+    assert stray.read_bytes() == b"mine"

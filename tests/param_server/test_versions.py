@@ -245,3 +245,14 @@ def test_versions_over_any_history_rise_and_repeats_agree(
             file_of(root, highest).unlink(missing_ok=True)
         if restart:
             store = VersionStore(root / "params", keep=3)
+
+
+def test_store_with_stray_files_and_directories_opens_without_them(reopen: Open, tmp_path: Path) -> None:
+    """What is not named like ours is not ours."""
+    publish(reopen(), 1)
+    (tmp_path / "params" / ".ipynb_checkpoints").mkdir()
+    (tmp_path / "params" / "a" / "5.safetensors").write_bytes(b"mine")
+    store = reopen()
+    assert store.agents() == ("a",)
+    assert store.versions("a") == (1,)
+    assert publish(store, 2) == 2

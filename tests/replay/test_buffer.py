@@ -383,3 +383,35 @@ def test_full_ring_of_short_segments_can_be_sampled(tmp_path: Path) -> None:
 def test_sync_from_elsewhere_touches_every_file(filled: AgentBuffer) -> None:
     """Syncing works by path alone, so that a thread can do it."""
     filled.sync()
+
+
+@pytest.mark.parametrize("action", [-1, 4, 2**62])
+def test_segment_with_an_action_that_does_not_exist_is_refused(tmp_path: Path, action: int) -> None:
+    """It would end every learner that draws it, again and again."""
+    buffer, episode = make_buffer(tmp_path, SPEC), Episode(SPEC, 0, 3)
+    episode.arrays["action"][1] = action
+    with pytest.raises(SpecMismatch, match="action"):
+        fill(buffer, Sender(SPEC), [episode])
+    assert buffer.drawable_steps == 0
+
+
+@pytest.mark.parametrize("reward", [np.nan, np.inf])
+def test_segment_with_a_reward_that_is_not_finite_is_refused(tmp_path: Path, reward: float) -> None:
+    """No priority would ever come back for it, so it would be drawn for ever."""
+    buffer, episode = make_buffer(tmp_path, SPEC), Episode(SPEC, 0, 3)
+    episode.arrays["reward"][1] = reward
+    with pytest.raises(SpecMismatch, match="reward"):
+        fill(buffer, Sender(SPEC), [episode])
+    assert buffer.drawable_steps == 0
+
+
+def test_state_with_nonsense_is_replaced_by_what_a_new_buffer_has(tmp_path: Path) -> None:
+    """A power cut may leave anything in the small state file; the buffer still opens and draws."""
+    buffer = make_buffer(tmp_path, SPEC)
+    fill(buffer, Sender(SPEC), [Episode(SPEC, 0, 4)])
+    buffer._state["max_priority"] = np.nan
+    buffer._state["limiter_offset"] = np.nan
+    again = make_buffer(tmp_path, SPEC)
+    assert again.max_priority == 1.0
+    assert np.isfinite(again.limiter.ahead)
+    assert len(again.draw(0, 4, 0.4)["index"]) == 4

@@ -200,8 +200,18 @@ def test_weights_that_are_not_there_are_refused_in_words(tmp_path: Path) -> None
         run.weights("agent_0", 9)
 
 
-def test_progress_with_a_torn_last_line_is_read_without_it(tmp_path: Path) -> None:
-    """A line that is still being written is not an error."""
+def test_progress_with_damaged_or_torn_lines_is_read_without_them(tmp_path: Path) -> None:
+    """A line that is still being written, or that a disk has damaged, is not an error."""
+    whole = {
+        "t": 1.0,
+        "actor": 0,
+        "incarnation": "a" * 32,
+        "number": 1,
+        "epochs": 2,
+        "env_steps": 3,
+        "agent_steps": 4,
+        "return_sums": {"agent_0": 5.0},
+    }
     path = tmp_path / "progress.jsonl"
-    path.write_text(json.dumps({"t": 1}) + "\n" + json.dumps({"t": 2}) + '\n{"t": 3')
-    assert read_progress(path) == [{"t": 1}, {"t": 2}]
+    path.write_text(json.dumps(whole) + "\n{damaged}\n" + json.dumps(whole) + '\n{"t": 3')
+    assert read_progress(path) == [whole, whole]

@@ -14,7 +14,16 @@ from shared.messages import AgentStatus, RunStatus
 
 
 def line(epochs: int, mean: float, t: float = 0.0, agent: str = "agent_0") -> dict[str, Any]:
-    return {"t": t, "epochs": epochs, "return_sums": {agent: mean * epochs}}
+    return {
+        "t": t,
+        "actor": 0,
+        "incarnation": "a" * 32,
+        "number": 1,
+        "epochs": epochs,
+        "env_steps": 50 * epochs,
+        "agent_steps": 50 * epochs,
+        "return_sums": {agent: mean * epochs},
+    }
 
 
 def make_run(path: Path, lines: list[dict[str, Any]]) -> tuple[RunDirectory, Config]:

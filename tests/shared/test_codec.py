@@ -398,3 +398,20 @@ def test_checksum_of_arrays_depends_on_their_order_and_bytes_alone() -> None:
     """The layout in memory does not matter, the order of the arrays does."""
     a, b = np.arange(6).reshape(2, 3), np.ones(2)
     assert checksum([a, b]) == checksum([np.asfortranarray(a), b]) != checksum([b, a])
+
+
+def test_counts_that_would_add_up_past_their_range_are_refused() -> None:
+    """One poisoned summary must not make every later sum impossible to send."""
+    fields = {"number": 1, "epochs": 1, "env_steps": 1, "agent_steps": 2**62, "return_sums": {}}
+    heartbeat = {
+        "kind": "heartbeat",
+        "service": "actor",
+        "instance": "x",
+        "incarnation": "a" * 32,
+        "pid": 1,
+        "host": "h",
+        "up_s": 1.0,
+        "epochs": fields,
+    }
+    with pytest.raises(BadMessage, match="agent_steps"):
+        decode([json.dumps(heartbeat).encode()])

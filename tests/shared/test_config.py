@@ -256,3 +256,9 @@ def test_known_keys_name_sections_and_their_values() -> None:
     keys = known_keys()
     assert {"seed", "learner", "learner.target.tau", "endpoints.params"} <= set(keys)
     assert len(keys) == len(set(keys))
+
+
+def test_overrides_of_an_agent_that_does_not_exist_are_refused() -> None:
+    """A typing error in an agent's id would otherwise be ignored without a word."""
+    with pytest.raises(ConfigError, match=r"agent_3: no such agent.*agent_0 to agent_2"):
+        load_config(settings=["agents.agent_3.lr=1e-4"], environment={})
