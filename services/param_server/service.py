@@ -24,6 +24,7 @@ from services.param_server.broadcasts import Broadcast, BroadcastEncoder
 from services.param_server.checkpoints import CheckpointStore
 from services.param_server.leases import LeaseBook
 from services.param_server.progress import Progress
+from services.param_server.roster import Roster
 from services.param_server.run_state import RunBook
 from services.param_server.spec_book import SpecBook
 from services.param_server.versions import VersionStore
@@ -72,7 +73,6 @@ log = get_logger()
 TICK_S = 0.25
 NOTICE_S = 1.0
 MOST_PIECE_BYTES = 4 << 20
-FORGET_AFTER_LEASES = 6  # a silent service leaves the status after this many lease times
 HOLD_SHARE = 0.8  # of its deadline a request is held, so that the answer arrives before the asker gives up
 
 
@@ -83,15 +83,6 @@ class Held:
     incoming: Incoming
     message: Request
     until: float
-
-
-@dataclass(slots=True)
-class Seen:
-    """The last heartbeat of a service."""
-
-    peer: bytes
-    heartbeat: Heartbeat
-    at: float
 
 
 class ParamServer:
@@ -117,7 +108,7 @@ class ParamServer:
         self.encoder = BroadcastEncoder(
             delta=settings.delta, full_every=settings.full_every, broadcast_dtype=settings.broadcast_dtype
         )
-        self.seen: dict[str, Seen] = {}  # by incarnation
+        self.roster = Roster(settings.lease_s)
         self.held: list[Held] = []
         self.forwarded: dict[int, tuple[bytes, int]] = {}
         self.forwards = 0
@@ -198,7 +189,7 @@ class ParamServer:
         elif self.run_book.state == "draining":
             self._finish_when_drained(now)
         self._answer_held(now)
-        self._forget_silent(now)
+        self.roster.forget_silent(now)
 
     def _drain(self, now: float) -> None:
         if self.run_book.drain(now):
@@ -237,11 +228,6 @@ class ParamServer:
     def _version(self, agent: str) -> int:
         newest = self.versions.newest(agent)
         return newest.version if newest else 0
-
-    def _forget_silent(self, now: float) -> None:
-        oldest = now - FORGET_AFTER_LEASES * self.config.param_server.lease_s
-        for incarnation in [key for key, seen in self.seen.items() if seen.at < oldest]:
-            del self.seen[incarnation]
 
     # --- joining ----------------------------------------------------------------------------------------
 
@@ -331,7 +317,7 @@ class ParamServer:
 
     def on_heartbeat(self, message: Heartbeat, incoming: Incoming) -> None:
         now = time.monotonic()
-        self._note_seen(message, incoming.peer, now)
+        self.roster.note(message, incoming.peer, now)
         held = True
         if message.token is not None or message.index is not None:
             held = self.leases.renew(message.incarnation, message.token, message.index, now)
@@ -350,21 +336,10 @@ class ParamServer:
         )
         self.requests.reply(incoming.peer, reply)
 
-    def _note_seen(self, message: Heartbeat, peer: bytes, now: float) -> None:
-        """One entry for each instance: a new incarnation takes the place of the one that died."""
-        for incarnation, seen in list(self.seen.items()):
-            if seen.heartbeat.instance == message.instance and seen.heartbeat.service == message.service:
-                del self.seen[incarnation]
-        if not message.done:
-            self.seen[message.incarnation] = Seen(peer, message, now)
-
     def on_release(self, message: Release, incoming: Incoming) -> None:
         for lease in self.leases.release(message.instance, message.incarnation):
             log.info("lease released", role=lease.role, name=lease.name, instance=lease.instance)
-        gone = [key for key, seen in self.seen.items() if seen.heartbeat.instance == message.instance]
-        for incarnation in gone:
-            if message.incarnation in (None, incarnation):
-                del self.seen[incarnation]
+        self.roster.remove(message.instance, message.incarnation)
         self.requests.reply(incoming.peer, Done(request=message.request))
         self._answer_held(time.monotonic())
         self.announce()
@@ -465,12 +440,10 @@ class ParamServer:
 
     def _forward(self, message: ControlRequest, incoming: Incoming) -> None:
         """To the instance that is asked for; its answer comes back through on_control_reply."""
-        target = next(
-            (seen for seen in self.seen.values() if seen.heartbeat.instance == message.target), None
-        )
+        target = self.roster.find(message.target)
         if target is None:
-            known = sorted(seen.heartbeat.instance for seen in self.seen.values())
-            raise Refused("unknown_instance", f"no instance {message.target!r}; known are {', '.join(known)}")
+            known = ", ".join(self.roster.instances)
+            raise Refused("unknown_instance", f"no instance {message.target!r}; known are {known}")
         self.forwards += 1
         self.forwarded[self.forwards] = (incoming.peer, message.request)
         if len(self.forwarded) > 1_000:  # answers that never came
@@ -487,7 +460,7 @@ class ParamServer:
 
     def status(self) -> RunStatus:
         now, totals = time.monotonic(), self.progress.totals
-        services = [self._own_status(now), *(self._service_status(seen, now) for seen in self.seen.values())]
+        services = [self._own_status(now), *self.roster.statuses(now)]
         return RunStatus(
             state=self.run_book.state,
             run_id=self.run_book.run_id,
@@ -514,24 +487,6 @@ class ParamServer:
             holds="the run",
             waiting_for="",
             metrics={},
-        )
-
-    def _service_status(self, seen: Seen, now: float) -> ServiceStatus:
-        beat = seen.heartbeat
-        holds = beat.token.agent if beat.token else f"index {beat.index}" if beat.index is not None else ""
-        return ServiceStatus(
-            service=beat.service,
-            instance=beat.instance,
-            incarnation=beat.incarnation,
-            pid=beat.pid,
-            host=beat.host,
-            up_s=beat.up_s + now - seen.at,
-            seen_s=now - seen.at,
-            ready=beat.ready,
-            done=beat.done,
-            holds=holds,
-            waiting_for=beat.waiting_for,
-            metrics=beat.metrics,
         )
 
     def _agent_status(self, agent: str) -> AgentStatus:
