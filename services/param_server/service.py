@@ -41,6 +41,7 @@ from shared.messages import (
     ControlReply,
     ControlRequest,
     Done,
+    ErrorReply,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -145,6 +146,7 @@ class ParamServer:
             "checkpoint_request": self.on_checkpoint_request,
             "control_request": self.on_control_request,
             "control_reply": self.on_control_reply,
+            "error_reply": self.on_control_reply,
             "status_request": self.on_status_request,
         }
         self.broadcaster = Broadcaster(
@@ -444,9 +446,8 @@ class ParamServer:
 
     def _forward(self, message: ControlRequest, incoming: Incoming) -> None:
         """To the instance that is asked for; its answer comes back through on_control_reply."""
-        target = next(
-            (seen for seen in self.seen.values() if seen.heartbeat.instance == message.target), None
-        )
+        named = [seen for seen in self.seen.values() if seen.heartbeat.instance == message.target]
+        target = max(named, key=lambda seen: seen.at, default=None)  # the others are its dead predecessors
         if target is None:
             known = sorted(seen.heartbeat.instance for seen in self.seen.values())
             raise Refused("unknown_instance", f"no instance {message.target!r}; known are {', '.join(known)}")
@@ -456,7 +457,8 @@ class ParamServer:
             del self.forwarded[next(iter(self.forwarded))]
         self.requests.reply(target.peer, message.model_copy(update={"request": self.forwards}))
 
-    def on_control_reply(self, message: ControlReply, _incoming: Incoming) -> None:
+    def on_control_reply(self, message: ControlReply | ErrorReply, _incoming: Incoming) -> None:
+        """What the instance did, or why it refused."""
         asker = self.forwarded.pop(message.request, None)
         if asker is not None:
             self.requests.reply(asker[0], message.model_copy(update={"request": asker[1]}))
