@@ -111,7 +111,7 @@ def restored(replay: Path, number: int, target: Path) -> Path:
 EVENTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1000)), max_size=30)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(before=EVENTS, meanwhile=EVENTS)
 def test_snapshot_taken_amid_anything_equals_state_at_its_beginning(
     before: list[tuple[int, int]], meanwhile: list[tuple[int, int]]
@@ -229,7 +229,7 @@ def two_snapshots(replay: Path) -> Life:
     return life
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(which=st.integers(0, 10**6), bit=st.integers(0, 7), cut=st.booleans(), data=st.data())
 def test_snapshot_damaged_anywhere_gives_way_to_the_one_before(
     which: int, bit: int, cut: bool, data: st.DataObject
