@@ -1,4 +1,4 @@
-"""`rookery`: trains, evaluates, watches and pauses runs."""
+"""`rookery`: trains, evaluates, watches and pauses runs, and looks after their experience."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import Console
 
 from rookery.client import RunClient
 from rookery.launcher import Ending, Launcher
+from rookery.replay_commands import add_replay_command
 from rookery.run_directory import RunDirectory, create_run, open_run, ports_are_free, with_free_ports
 from rookery.summary import draw_curves, write_summary
 from rookery.view import View, render_status
@@ -83,6 +84,8 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(action, help=text)
         command.add_argument("run", type=Path, metavar="RUN")
         command.set_defaults(command=control_command, action=action)
+
+    add_replay_command(commands)
     return parser
 
 

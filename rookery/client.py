@@ -19,6 +19,9 @@ from shared.messages import (
     ReplayStats,
     ReplayStatsRequest,
     RunStatus,
+    ServiceStatus,
+    SnapshotOrder,
+    SnapshotTaken,
     StatusRequest,
     Welcome,
     expect,
@@ -62,6 +65,29 @@ class RunClient:
         request = ControlRequest(action=action, target=target, values=values or {})
         return expect(self.params.call(request, timeout_s=self.timeout_s).message, ControlReply)
 
+    def set_on_replays(self, values: dict[str, float]) -> None:
+        """Changes settings of every replay service that lives."""
+        lease_s = self.config.param_server.lease_s
+        replays = [each for each in self.status().services if _is_replay(each) and each.seen_s <= lease_s]
+        if not replays:
+            raise PeerSilent("no replay service has been heard of; nothing was changed")
+        for replay in replays:
+            try:
+                self.control("set", replay.instance, values)
+            except PeerSilent:
+                raise PeerSilent(f"{replay.instance} does not answer; try again when it runs") from None
+
+    def take_snapshot(self, number: int, timeout_s: float) -> list[SnapshotTaken]:
+        """Of every replay service, one after the other, under one number."""
+        parts = []
+        for endpoints in self.config.endpoints.replay:
+            link = self._open(endpoints.requests)
+            link.run = self.params.run
+            answer = link.call(SnapshotOrder(number=number), timeout_s=timeout_s).message
+            assert isinstance(answer, SnapshotTaken)
+            parts.append(answer)
+        return parts
+
     def replay_stats(self) -> list[ReplayStats | None]:
         """Of each replay service; None: it does not answer."""
         return [self._stats_of(endpoints.requests) for endpoints in self.config.endpoints.replay]
@@ -83,3 +109,7 @@ class RunClient:
             identity=uuid.uuid4().hex,
             max_message_bytes=self.config.limits.max_message_bytes,
         )
+
+
+def _is_replay(service: ServiceStatus) -> bool:
+    return service.service == "replay"

@@ -51,6 +51,10 @@ class RunDirectory:
     def progress_path(self) -> Path:
         return self.path / "params" / "progress.jsonl"
 
+    @property
+    def replay(self) -> Path:
+        return self.path / "replay"
+
     def config(self) -> Config:
         """The run's config as it was resolved; the environment does not change a run that exists."""
         return load_config(self.config_path, environment={})

@@ -6,6 +6,7 @@ a socket is readable, a timer is due or a signal arrives.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import os
@@ -95,6 +96,11 @@ class Loop:
     def stop(self, reason: str) -> None:
         self.stopping = True
         self.stop_reason = self.stop_reason or reason
+
+    def wake(self) -> None:
+        """Ends the present wait, or the next one; the only call here that another thread may make."""
+        with contextlib.suppress(OSError):  # full: it is awake already; closed: nobody waits any more
+            self._wake_send.send(b"\0")
 
     def turn(self, block: bool) -> None:
         """One round: waits (if `block`) for anything to do, then does all that is due."""

@@ -180,11 +180,15 @@ class ReplayStatsRequest(Request):
 
 
 class LimiterStats(Part):
-    """Who waits at the limiter of one agent, and for what."""
+    """Who waits at the limiter of one agent, and for what; and its settings as they are now."""
 
     blocked: Literal["", "samples", "inserts"]
     reason: Text
     since_s: float
+    samples_per_insert: float
+    min_steps: Count
+    tolerance_samples: float
+    ahead_samples: float  # paid for by inserts and not yet drawn
 
 
 class BufferStats(Part):
@@ -206,6 +210,26 @@ class ReplayStats(Reply):
     kind: Literal["replay_stats"] = "replay_stats"
     buffers: dict[AgentId, BufferStats]
     counters: dict[str, int]
+
+
+class SnapshotOrder(Request):
+    """Take a snapshot of all buffers as they are now, under this number. Held until it is on the disk.
+
+    The asker chooses the number, above all that exist: given to every replay service, it makes one snapshot
+    of the run. A number that was taken already is answered again.
+    """
+
+    kind: Literal["snapshot_order"] = "snapshot_order"
+    number: Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class SnapshotTaken(Reply):
+    """The snapshot is on the disk, proven by its checksums."""
+
+    kind: Literal["snapshot_taken"] = "snapshot_taken"
+    number: Count
+    steps: dict[AgentId, Count]  # that can be drawn from it
+    size_bytes: Count
 
 
 class LedgerRequest(Request):
@@ -506,7 +530,7 @@ AnyMessage = Annotated[
     ErrorReply | Done
     | Segment | StreamReport | StreamMarks
     | SampleRequest | Batch | PriorityUpdate
-    | ReplayStatsRequest | ReplayStats | LedgerRequest | Ledger
+    | ReplayStatsRequest | ReplayStats | SnapshotOrder | SnapshotTaken | LedgerRequest | Ledger
     | Hello | Welcome | SpecRegistration | SpecRequest | Specs
     | LeaseRequest | LeaseGrant | Heartbeat | HeartbeatReply | Release | ProducedRequest | Produced
     | Publish | Published | SnapshotRequest | Weights

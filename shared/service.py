@@ -26,6 +26,7 @@ from shared.messages import (
     ControlReply,
     ControlRequest,
     EpochSummary,
+    ErrorReply,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -295,7 +296,13 @@ class Service:
         elif request.action == "stop":
             self.loop.stop("asked to")
         elif request.action == "set":
-            self.set_values(request.values)
+            try:
+                self.set_values(request.values)
+            except Refused as error:
+                log.warning("refused", kind=request.kind, code=error.code, reason=str(error))
+                answer = ErrorReply(request=request.request, code=error.code, reason=str(error)[:2_000])
+                self.params.tell(answer)
+                return
         self.params.tell(
             ControlReply(
                 request=request.request,
@@ -309,5 +316,5 @@ class Service:
         )
 
     def set_values(self, values: dict[str, float]) -> None:
-        """Changes settings while running; a subclass that has some overrides this."""
-        log.warning("nothing can be set here", asked_for=sorted(values))
+        """Changes settings while running, all or none; a subclass that has some overrides this."""
+        raise Refused("unknown_value", f"{self.instance} has nothing that can be set: {', '.join(values)}")

@@ -42,6 +42,7 @@ from shared.messages import (
     ControlReply,
     ControlRequest,
     Done,
+    ErrorReply,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -136,6 +137,7 @@ class ParamServer:
             "checkpoint_request": self.on_checkpoint_request,
             "control_request": self.on_control_request,
             "control_reply": self.on_control_reply,
+            "error_reply": self.on_control_reply,
             "status_request": self.on_status_request,
         }
         self.broadcaster = Broadcaster(
@@ -450,7 +452,8 @@ class ParamServer:
             del self.forwarded[next(iter(self.forwarded))]
         self.requests.reply(target.peer, message.model_copy(update={"request": self.forwards}))
 
-    def on_control_reply(self, message: ControlReply, _incoming: Incoming) -> None:
+    def on_control_reply(self, message: ControlReply | ErrorReply, _incoming: Incoming) -> None:
+        """What the instance did, or why it refused."""
         asker = self.forwarded.pop(message.request, None)
         if asker is not None:
             self.requests.reply(asker[0], message.model_copy(update={"request": asker[1]}))

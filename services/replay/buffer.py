@@ -197,6 +197,8 @@ class AgentBuffer:
         index, generation = np.require(index, requirements="A"), np.require(generation, requirements="A")
         accepted, kept = np.empty(len(index), np.int64), np.empty(len(index), np.float32)
         ring = self._ring
+        if ring.watcher is not None:
+            ring.watcher.before_update(index // self.segment_steps)
         count = kernels.accept_priorities(
             index, generation, raw, ring.commit, ring.metadata["owned"], ring.priorities, accepted, kept
         )
@@ -241,9 +243,13 @@ class AgentBuffer:
         limiter.full = len(valid) == self._ring.slots
         limiter.offset = state["limiter_offset"] if math.isfinite(state["limiter_offset"]) else 0.0
         before = (state["samples_per_insert"], state["min_steps"])
-        if before not in ((0.0, 0), (limiter.samples_per_insert, limiter.min_steps)):
+        config = (limiter.samples_per_insert, limiter.min_steps)
+        if config == (state["config_samples_per_insert"], state["config_min_steps"]):
+            limiter.samples_per_insert, limiter.min_steps = before  # changed while running, perhaps
+        elif before not in ((0.0, 0), config):
             limiter.rebase()
         self._keep_limiter()
+        state["config_samples_per_insert"], state["config_min_steps"] = config  # after what it stands for
 
     def _keep_limiter(self) -> None:
         self._state["limiter_offset"] = self.limiter.offset
@@ -251,6 +257,15 @@ class AgentBuffer:
         self._state["min_steps"] = self.limiter.min_steps
 
     # --- what others ask ----------------------------------------------------------------------------------
+
+    @property
+    def ring(self) -> Ring:
+        """Where the rows lie; for snapshots."""
+        return self._ring
+
+    def stream_bytes(self) -> bytes:
+        """The table of marks; for snapshots."""
+        return self._streams.as_bytes()
 
     @property
     def drawable_steps(self) -> int:
@@ -306,6 +321,7 @@ class AgentBuffer:
         samples_per_insert: float | None = None,
         tolerance_samples: float | None = None,
     ) -> None:
+        """New settings, which stay until the config itself says something else."""
         self.limiter.adjust(
             min_steps=min_steps, samples_per_insert=samples_per_insert, tolerance_samples=tolerance_samples
         )

@@ -14,7 +14,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,9 @@ STATE = np.dtype(
         ("limiter_offset", "<f8"),
         ("samples_per_insert", "<f8"),
         ("min_steps", "<u8"),
+        # What the config said when the two above were last set: while it says the same, they stay.
+        ("config_samples_per_insert", "<f8"),
+        ("config_min_steps", "<u8"),
     ]
 )
 
@@ -133,14 +136,26 @@ class State:
     """The few numbers of an agent that must outlive the process, each updated in place with one store."""
 
     def __init__(self, path: Path) -> None:
-        record = map_array(path, STATE, (1,))
-        self._fields = {name: record[name] for name in STATE.names or ()}
+        self._record = map_array(path, STATE, (1,))
+        self._fields = {name: self._record[name] for name in STATE.names or ()}
 
     def __getitem__(self, name: str) -> Any:
         return self._fields[name][0].item()
 
     def __setitem__(self, name: str, value: float) -> None:
         self._fields[name][0] = value
+
+    def as_bytes(self) -> bytes:
+        """As the file has them now."""
+        return self._record.tobytes()
+
+
+class Watcher(Protocol):
+    """Somebody who must see slots before they change: a snapshot that is being taken."""
+
+    def before_insert(self, slot: int) -> None: ...
+
+    def before_update(self, slots: Ints) -> None: ...
 
 
 class Ring:
@@ -160,8 +175,10 @@ class Ring:
         self.metadata = map_array(directory / "metadata", METADATA, (slots,))
         self.commit = map_array(directory / "commit", np.dtype("<u8"), (slots,))
         priority = np.dtype([("generation", "<u8"), ("raw", "<f4", (segment_steps,))], align=True)
-        priorities = map_array(directory / "priorities", priority, (slots,))
-        self.priority_generation, self.priorities = priorities["generation"], priorities["raw"]
+        self.priority_records = map_array(directory / "priorities", priority, (slots,))
+        self.priority_generation = self.priority_records["generation"]
+        self.priorities = self.priority_records["raw"]
+        self.watcher: Watcher | None = None
         self.state = State(directory / "state")
         self.generation = 0
         self.next_slot = 0
@@ -185,6 +202,8 @@ class Ring:
 
     def evict(self) -> int:
         """Makes the next victim invalid; how many steps that took away."""
+        if self.watcher is not None:
+            self.watcher.before_insert(self.next_slot)
         freed = int(self.metadata["owned"][self.next_slot]) if self.commit[self.next_slot] else 0
         self._invalidate(self.next_slot)
         return freed

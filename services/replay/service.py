@@ -11,6 +11,7 @@ Next: services/replay/ring.py
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import Counter, deque
@@ -20,10 +21,12 @@ from pathlib import Path
 
 import pydantic
 
+from services.replay import snapshot_files
 from services.replay.buffer import AgentBuffer
+from services.replay.snapshot_desk import SnapshotDesk
 from shared.codec import Arrays
 from shared.config import Config
-from shared.errors import BadMessage, Refused
+from shared.errors import BadMessage, ConfigError, Refused
 from shared.links.requests import Incoming, OnIncoming, RequestReceiver
 from shared.links.segments import SegmentReceiver
 from shared.logs import get_logger
@@ -118,15 +121,20 @@ class ReplayService(Service):
             run, specs = known
             self.join_known(run)
         for agent, spec in specs.items():
+            if agent == snapshot_files.RESERVED:
+                raise ConfigError(
+                    f"an agent cannot be called {agent!r}: that is where replay keeps snapshots"
+                )
             if replay_of(self.config, specs, agent) == self.number:
                 self.desks[agent] = AgentDesk(self._open_buffer(agent, spec))
+        buffers = {agent: desk.buffer for agent, desk in self.desks.items()}
+        self.snapshots = SnapshotDesk(self.directory, self.number, buffers, self.loop.wake)
         self._open_links()
         self.loop.every(TICK_S, self.tick)
         self.loop.every(self.config.replay.sync_s, self._sync)
 
     def _open_buffer(self, agent: str, spec: AgentSpec) -> AgentBuffer:
         replay, learner = self.config.replay, self.config.learner_for(agent)
-        burst_steps = self.config.actor.envs * self.config.segment_steps  # all slots' epochs end together
         started = time.monotonic()
         buffer = AgentBuffer(
             self.directory / agent,
@@ -140,9 +148,11 @@ class ReplayService(Service):
             priority_epsilon=learner.priority.epsilon,
             min_steps=replay.min_steps,
             samples_per_insert=replay.samples_per_insert,
-            tolerance_samples=replay.tolerance * learner.batch_size + burst_steps * replay.samples_per_insert,
+            tolerance_samples=self._tolerance_samples(agent, replay.samples_per_insert),
             seed=self.config.seed,
         )
+        ratio = buffer.limiter.samples_per_insert  # may have been changed in an earlier life
+        buffer.adjust_limiter(tolerance_samples=self._tolerance_samples(agent, ratio))
         log.info(
             "buffer open",
             agent=agent,
@@ -150,6 +160,11 @@ class ReplayService(Service):
             took_s=round(time.monotonic() - started, 3),
         )
         return buffer
+
+    def _tolerance_samples(self, agent: str, samples_per_insert: float) -> float:
+        burst_steps = self.config.actor.envs * self.config.segment_steps  # all slots' epochs end together
+        batches = self.config.replay.tolerance * self.config.learner_for(agent).batch_size
+        return batches + burst_steps * samples_per_insert
 
     def _open_links(self) -> None:
         endpoints = self.config.endpoints.replay[self.number]
@@ -159,12 +174,14 @@ class ReplayService(Service):
             "sample_request": self.on_sample_request,
             "priority_update": self.on_priority_update,
             "replay_stats_request": self.on_replay_stats_request,
+            "snapshot_order": self.snapshots.on_snapshot_order,
             "ledger_request": self.on_ledger_request,
         }
         self.requests = RequestReceiver(
             self.context, self.loop, endpoints.requests, handlers, name="replay", max_message_bytes=limit
         )
         self.requests.run = run
+        self.snapshots.requests = self.requests
         self.segments = SegmentReceiver(
             self.context, self.loop, endpoints.segments, self.on_segment, run=run, max_message_bytes=limit
         )
@@ -198,7 +215,7 @@ class ReplayService(Service):
         for agent, desk in self.desks.items():
             more |= self._serve(agent, desk)
         self._acknowledge()
-        return more
+        return self.snapshots.advance() or more
 
     def ends_with(self, state: RunState) -> bool:
         """Never: it answers for its ledger until it is told to end."""
@@ -218,6 +235,7 @@ class ReplayService(Service):
                 self._release_withheld(agent, desk)
             self._note_blocked(desk, now)
         self.gap_told = {key: told for key, told in self.gap_told.items() if now - told < GAP_PAUSE_S}
+        self.snapshots.expire_orders(now)
 
     # --- segments ---------------------------------------------------------------------------------------
 
@@ -395,6 +413,10 @@ class ReplayService(Service):
             blocked=desk.blocked,
             reason=desk.buffer.limiter.reason(batch_size) if desk.blocked else "",
             since_s=now - desk.blocked_since if desk.blocked else 0.0,
+            samples_per_insert=desk.buffer.limiter.samples_per_insert,
+            min_steps=desk.buffer.limiter.min_steps,
+            tolerance_samples=desk.buffer.limiter.tolerance_samples,
+            ahead_samples=desk.buffer.limiter.ahead,
         )
         return BufferStats(held_requests=len(desk.held), limiter=limiter, **desk.buffer.stats())
 
@@ -430,18 +452,18 @@ class ReplayService(Service):
         return figures
 
     def set_values(self, values: dict[str, float]) -> None:
-        """`samples_per_insert` and `min_steps` can be changed while running."""
-        known = {"samples_per_insert", "min_steps", "tolerance_samples"}
-        impossible = {name: value for name, value in values.items() if not 0 < value < 2**44}  # NaN too
-        if set(values) - known or impossible:
-            log.warning("settings refused", asked_for=values, known=sorted(known), impossible=impossible)
-            return
-        for desk in self.desks.values():
+        """The limiter's `samples_per_insert` and `min_steps`, of all agents here."""
+        check_limiter_values(values, self.config.replay.capacity_steps)
+        ratio = values.get("samples_per_insert")
+        for agent, desk in self.desks.items():
             desk.buffer.adjust_limiter(
-                samples_per_insert=values.get("samples_per_insert"),
-                tolerance_samples=values.get("tolerance_samples"),
+                samples_per_insert=ratio,
+                tolerance_samples=None if ratio is None else self._tolerance_samples(agent, ratio),
                 min_steps=int(values["min_steps"]) if "min_steps" in values else None,
             )
+            if desk.withheld and not desk.buffer.limiter.inserts_ahead():
+                self._release_withheld(agent, desk)
+        log.info("limiter set", **values)
 
     # --- disk -------------------------------------------------------------------------------------------
 
@@ -459,6 +481,7 @@ class ReplayService(Service):
 
     def wind_down(self) -> None:
         self._acknowledge()
+        self.snapshots.end()
         self.syncer.shutdown()
         self._sync_buffers()
 
@@ -466,3 +489,24 @@ class ReplayService(Service):
         super().close()
         if self.lock is not None:
             os.close(self.lock)
+
+
+def check_limiter_values(values: dict[str, float], capacity_steps: int) -> None:
+    """Refuses settings that do not exist or could never work, in words."""
+    known = ("samples_per_insert", "min_steps")
+    if unknown := sorted(set(values) - set(known)):
+        raise Refused(
+            "unknown_value", f"replay has no setting {', '.join(unknown)}; it has {' and '.join(known)}"
+        )
+    if not values:
+        raise Refused("unknown_value", f"nothing to set; replay has {' and '.join(known)}")
+    ratio = values.get("samples_per_insert", 1.0)
+    if not (math.isfinite(ratio) and ratio > 0.0):
+        raise Refused("bad_value", f"samples_per_insert {ratio:g}: it must be a number above 0")
+    steps = values.get("min_steps", 1.0)
+    if not (math.isfinite(steps) and steps == int(steps) and 1 <= steps <= capacity_steps):
+        raise Refused(
+            "bad_value",
+            f"min_steps {steps:g}: it must be a whole number from 1 to replay.capacity_steps "
+            f"({capacity_steps}); with more nothing could ever be drawn",
+        )

@@ -134,6 +134,10 @@ class Streams:
             incarnation: int(self._table["produced_steps"][row]) for incarnation, row in self._rows.items()
         }
 
+    def as_bytes(self) -> bytes:
+        """The rows in use as the file has them now."""
+        return self._table[: self._free].tobytes()
+
     def sync(self) -> None:
         sync_file(self._path)
 

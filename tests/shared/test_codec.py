@@ -51,7 +51,9 @@ from shared.messages import (
     SampleRequest,
     Segment,
     ServiceStatus,
+    SnapshotOrder,
     SnapshotRequest,
+    SnapshotTaken,
     SpecRegistration,
     SpecRequest,
     Specs,
@@ -84,7 +86,15 @@ SERVICE = ServiceStatus(
     waiting_for="",
     metrics={"loss": 0.5},
 )
-LIMITER = LimiterStats(blocked="samples", reason="too few steps", since_s=2.5)
+LIMITER = LimiterStats(
+    blocked="samples",
+    reason="too few steps",
+    since_s=2.5,
+    samples_per_insert=8.0,
+    min_steps=100,
+    tolerance_samples=50.0,
+    ahead_samples=-3.5,
+)
 BUFFER = BufferStats(
     drawable_steps=1,
     capacity_steps=2,
@@ -120,6 +130,8 @@ ONE_OF_EACH: list[Message] = [
     PriorityUpdate(token=TOKEN),
     ReplayStatsRequest(),
     ReplayStats(buffers={"agent_0": BUFFER}, counters={"gaps": 3}),
+    SnapshotOrder(number=2, deadline_s=600.0),
+    SnapshotTaken(number=2, steps={"agent_0": 5}, size_bytes=2**40),
     LedgerRequest(closing=True),
     Ledger(produced=9, stored=8, in_flight=1, abandoned=0, duplicates_dropped=2, stored_twice=0, lost=-1),
     Hello(service="actor", instance="actor-0", incarnation=INC),

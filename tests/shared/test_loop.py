@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -203,3 +204,21 @@ def test_socket_that_becomes_writable_ends_the_wait_once(loop: Loop, sockets: So
     looks: list[int] = []
     loop.turn_until(lambda: bool(looks.append(1)), 0.05)
     assert len(looks) <= 6
+
+
+def test_wake_from_another_thread_ends_the_wait(loop: Loop) -> None:
+    """A thread that has finished something need not wait for the next timer to be noticed."""
+    loop.after(60.0, lambda: None)
+    waker = threading.Thread(target=loop.wake)
+    started = time.monotonic()
+    waker.start()
+    loop.turn(block=True)
+    waker.join()
+    assert time.monotonic() - started < 30.0
+
+
+def test_wake_of_a_closed_loop_does_nothing() -> None:
+    """A thread may finish after everything has ended."""
+    loop = Loop()
+    loop.close()
+    loop.wake()
