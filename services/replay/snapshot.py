@@ -31,9 +31,8 @@ CHUNK_BYTES = 512 * 2**10  # of rows, copied at once; one slot at least
 CHUNK_SLOTS = 2_048  # of metadata and priorities
 WAITING_BYTES = 16 * 2**20  # copied and not yet written, before the copying waits for the disk
 MOST_WAITING_BYTES = 512 * 2**20  # with what inserts forced to be copied
-SYNC_BYTES = (
-    32 * 2**20
-)  # written between two calls to the disk: a pile of dirty pages stalls all mapped files
+# Written between two calls to the disk: a pile of dirty pages stalls all mapped files.
+SYNC_BYTES = 32 * 2**20
 
 
 class RowFile:
