@@ -8,6 +8,7 @@ for at most `SLICE_S` a turn, and a slot that is about to change is copied just 
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import time
@@ -33,6 +34,8 @@ WAITING_BYTES = 16 * 2**20  # copied and not yet written, before the copying wai
 MOST_WAITING_BYTES = 512 * 2**20  # with what inserts forced to be copied
 # Written between two calls to the disk: a pile of dirty pages stalls all mapped files.
 SYNC_BYTES = 32 * 2**20
+
+_ATTEMPTS = itertools.count()
 
 
 class RowFile:
@@ -155,7 +158,7 @@ class Snapshot:
         self.longest_slice_s = 0.0
         self.manifests: dict[str, Manifest] = {}
         self._root = snapshot_files.root_of(replay)
-        self._draft = snapshot_files.draft_path(self._root, number, service)
+        self._draft = snapshot_files.draft_path(self._root, number, service, next(_ATTEMPTS))
         self._on_written = on_written
         self._writer = ThreadPoolExecutor(1, "snapshot")
         self._waiting: deque[tuple[Future[Any], int]] = deque()  # what the thread has to do, with its bytes

@@ -70,9 +70,12 @@ def numbers(root: Path) -> list[int]:
     return sorted((int(name) for name in found if name.isdecimal()), reverse=True)
 
 
-def draft_path(root: Path, number: int, service: int) -> Path:
-    """Where one replay service writes its agents until all of them are whole."""
-    return root / f"{number}.service-{service}{DRAFT_SUFFIX}"
+def draft_path(root: Path, number: int, service: int, attempt: int) -> Path:
+    """Where one replay service writes its agents until all of them are whole.
+
+    Each attempt has its own: one that was given up is removed by its thread, which may take a while.
+    """
+    return root / f"{number}.{attempt}.service-{service}{DRAFT_SUFFIX}"
 
 
 def remove_drafts(root: Path, service: int) -> None:

@@ -344,9 +344,9 @@ def test_snapshot_on_a_disk_too_slow_for_the_inserts_is_refused(
 def test_drafts_of_a_killed_service_are_removed_by_it_alone(tmp_path: Path) -> None:
     """Another service's draft may be being written."""
     for service in (0, 1):
-        snapshot_files.draft_path(tmp_path, 3, service).mkdir()
+        snapshot_files.draft_path(tmp_path, 3, service, attempt=2).mkdir()
     snapshot_files.remove_drafts(tmp_path, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["3.service-1.draft"]
+    assert [path.name for path in tmp_path.iterdir()] == ["3.2.service-1.draft"]
 
 
 # --- the limiter's settings -------------------------------------------------------------------------------
