@@ -29,11 +29,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code."""
     options = build_parser().parse_args(arguments)
     set_up_logging("rookery", "command-line", "warning")
+    _see_modules_here()
     try:
         return int(options.command(options))
     except RookeryError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _see_modules_here() -> None:
+    """Services, run with -m, find a world of one's own in this folder; evaluation must find it as well."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import subprocess
 import sys
@@ -233,3 +234,15 @@ def test_command_line_as_a_process_exits_with_2_on_an_unknown_key(tmp_path: Path
     )
     assert ended.returncode == 2
     assert ended.stderr == "error: unknown key learner.batchsize; did you mean learner.batch_size?\n"
+
+
+def test_world_in_the_current_folder_is_found_like_the_services_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rookery eval` builds the world in its own process: what trained there must also be evaluated."""
+    (tmp_path / "world_in_this_folder.py").write_text("HERE = True\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert cli.main(["status", "nowhere"]) == 2
+    assert importlib.import_module("world_in_this_folder").HERE
+    monkeypatch.delitem(sys.modules, "world_in_this_folder")
