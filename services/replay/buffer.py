@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from services.replay import kernels
 from services.replay.limiter import Limiter
+from services.replay.recycler import Recycler
 from services.replay.ring import Array, Ints, Ring
 from services.replay.streams import Streams
-from services.replay.sum_tree import Floats, SumTree
+from services.replay.sum_tree import Leaves, SumTree
 from shared.codec import Arrays, check_segment_arrays, checksum
 from shared.errors import Refused, SpecMismatch, StaleToken
 from shared.messages import Segment
@@ -54,16 +55,30 @@ class AgentBuffer:
     ) -> None:
         self.agent, self.spec = agent, spec
         self.segment_steps, self.n_step = segment_steps, n_step
-        self.alpha, self.priority_epsilon = alpha, priority_epsilon
-        self._key = _philox_key(seed, agent)
+        self.alpha, self._epsilon = alpha, np.float32(priority_epsilon)
+        self._key = _draw_key(seed, agent)
         self._powers = gamma ** np.arange(n_step + 1)
         self._ring = Ring(directory, spec, -(-capacity_steps // segment_steps), segment_steps, n_step)
         self._state = self._ring.state
-        self._action_names = [name for name in ("action", "control") if name in self._ring.columns]
+        self._prepare_gathering()
         self._streams = Streams(directory / "streams", _monotonic(now))
         self._tree = SumTree(self.capacity_steps)
         self.limiter = Limiter(min_steps, samples_per_insert, tolerance_samples)
         self._recover(_monotonic(now))
+
+    def _prepare_gathering(self) -> None:
+        """What `gather` would otherwise ask for again and again."""
+        observation = self.spec.observation
+        stacked = (self.spec.stack, *observation.shape), observation.dtype.numpy
+        passed_on = [
+            column for column in self.spec.step_columns if column.name in ("action", "control", "version")
+        ]
+        self._outputs = [("observation", *stacked), ("next_observation", *stacked)]
+        self._outputs += [(column.name, column.shape, column.dtype.numpy) for column in passed_on]
+        self._addresses = np.zeros(len(self._outputs), np.int64)
+        self._fields = self._ring.fields(passed_on)
+        self._frame_bytes = observation.row_bytes
+        self._recycler = Recycler()
 
     # --- inserting ----------------------------------------------------------------------------------------
 
@@ -110,7 +125,7 @@ class AgentBuffer:
             raise SpecMismatch(f"segment {segment.sequence}: a reward that is not finite")
 
     def _make_room(self) -> None:
-        self._tree.set_range(self._ring.next_slot * self.segment_steps, np.zeros(self.segment_steps))
+        self._tree.set_range(self._ring.next_slot * self.segment_steps, 0.0, self.segment_steps)
         freed = self._ring.evict()
         self.limiter.drawable_steps -= freed
         self.limiter.full = freed > 0
@@ -129,90 +144,74 @@ class AgentBuffer:
             raise Refused(
                 "empty", f"the buffer of {self.agent!r} has no steps to draw; wait until can_sample"
             )
-        total = self._tree.total
-        uniform = self._uniform(draw_index, batch_size)
-        index = self._tree.draw((np.arange(batch_size) + uniform) * (total / batch_size))
-        batch = self._gather(index)
-        batch["weight"] = self._weights(self._tree.get(index) / total, beta)
+        targets = np.empty(batch_size)
+        kernels.stratified_targets(self._key, draw_index, self._tree.total, targets)
+        index, leaves, smallest = self._tree.draw(targets)
+        batch = self.gather(index)
+        batch["weight"] = _weights(leaves, smallest, beta)
         if count:
             self._state["sampled_steps"] += batch_size
             self.limiter.sampled_steps += batch_size
         return batch
 
-    def _uniform(self, draw_index: int, batch_size: int) -> Floats:
-        counter = np.array([0, 0, draw_index, 0], np.uint64)
-        return np.random.Generator(np.random.Philox(key=self._key, counter=counter)).random(batch_size)
-
-    def _weights(self, probability: Floats, beta: float) -> npt.NDArray[np.float32]:
-        weights: Floats = (self.drawable_steps * probability) ** -beta
-        weights /= weights.max()
-        return weights.astype(np.float32)
-
-    def _gather(self, index: Ints) -> dict[str, Array]:
-        size, ring, spec = len(index), self._ring, self.spec
-        flat, ahead, in_slot = (np.empty(size, np.int64) for _ in range(3))
-        generations = np.empty(size, np.uint64)
-        kernels.locate(
-            index,
-            self.segment_steps,
-            self.n_step,
-            ring.slot_rows,
-            ring.metadata["before"],
-            ring.metadata["rows"],
-            ring.metadata["generation"],
-            flat,
-            ahead,
-            in_slot,
-            generations,
-        )
-        shape, dtype = (size, spec.stack, *spec.observation.shape), spec.observation.dtype.numpy
-        now, later = np.empty(shape, dtype), np.empty(shape, dtype)
-        now_bytes, later_bytes = (array.reshape(size, -1).view(np.uint8) for array in (now, later))
-        kernels.gather_stacks(
-            ring.packed, spec.observation.row_bytes, flat, in_slot, ahead, now_bytes, later_bytes
-        )
+    def gather(self, index: Ints) -> dict[str, Array]:
+        """The rows of a batch, all but their weights; the caller's own for as long as they are held."""
+        size, ring, batch = len(index), self._ring, {}
+        for place, (name, shape, dtype) in enumerate(self._outputs):
+            batch[name], self._addresses[place] = self._recycler.empty((size, *shape), dtype)
+        generation = np.empty(size, np.uint64)
         returns, discounts = np.empty(size, np.float32), np.empty(size, np.float32)
-        kernels.sum_returns(
-            ring.columns["reward"], ring.columns["terminated"], self._powers, flat, ahead, returns, discounts
+        kernels.gather(
+            ring.packed,
+            ring.columns["reward"],
+            ring.columns["terminated"],
+            ring.places,
+            self._powers,
+            self._fields,
+            self._addresses,
+            self.segment_steps,
+            ring.slot_rows,
+            self.spec.stack,
+            self._frame_bytes,
+            index,
+            generation,
+            returns,
+            discounts,
         )
-        return {
-            "observation": now,
-            "next_observation": later,
-            **{name: ring.columns[name][flat] for name in self._action_names},
-            "return": returns,
-            "discount": discounts,
-            "index": index,
-            "generation": generations,
-            "version": ring.columns["version"][flat],
-        }
+        batch |= {"return": returns, "discount": discounts, "index": index, "generation": generation}
+        return batch
 
     # --- priorities ---------------------------------------------------------------------------------------
 
     def update_priorities(self, index: Array, generation: Array, priority: Array) -> int:
         """New |td| of drawn rows; how many were ignored: overwritten since, out of range or not a number."""
         _check_update(index, generation, priority)
-        with np.errstate(over="ignore"):
-            raw = priority.astype(np.float32)
-        # Views on frames may lie at odd addresses, which compiled code need not expect.
-        index, generation = np.require(index, requirements="A"), np.require(generation, requirements="A")
+        if priority.dtype != np.float32:
+            with np.errstate(over="ignore"):
+                priority = priority.astype(np.float32)
+        # Views on frames may lie at odd addresses or be read-only: both would be compiled for once more.
+        index, generation, priority = (
+            array if array.flags.behaved else array.copy() for array in (index, generation, priority)
+        )
         accepted, kept = np.empty(len(index), np.int64), np.empty(len(index), np.float32)
         ring = self._ring
         if ring.watcher is not None:
             ring.watcher.before_update(index // self.segment_steps)
-        count = kernels.accept_priorities(
-            index, generation, raw, ring.commit, ring.metadata["owned"], ring.priorities, accepted, kept
+        count, highest = kernels.accept_priorities(
+            index, generation, priority, ring.places, ring.priorities, accepted, kept
         )
         if count:
-            self._tree.set(accepted[:count], self._leaves(kept[:count]))
-            if (highest := float(kept[:count].max())) > self.max_priority:
+            self._tree.set_checked(accepted[:count], self._leaves(kept[:count]))
+            if highest > self.max_priority:
                 self._state["max_priority"] = highest
         stale = len(index) - count
         if stale:
             self._state["stale_priorities"] += stale
         return stale
 
-    def _leaves(self, raw: Array) -> Floats:
-        return (raw.astype(np.float64) + self.priority_epsilon) ** self.alpha
+    def _leaves(self, raw: Array) -> Leaves:
+        leaves: Leaves = np.power(raw + self._epsilon, self.alpha)
+        return leaves
 
     # --- coming back --------------------------------------------------------------------------------------
 
@@ -225,14 +224,14 @@ class AgentBuffer:
         self._recover_limiter(valid)
 
     def _recover_priorities(self, valid: Ints) -> None:
-        ring, leaves = self._ring, np.zeros((self._ring.slots, self.segment_steps))
+        ring, leaves = self._ring, np.zeros((self._ring.slots, self.segment_steps), np.float32)
         foreign = valid[ring.priority_generation[valid] != ring.commit[valid]]
         ring.priorities[foreign] = self.max_priority
         ring.priority_generation[foreign] = ring.commit[foreign]
         raw = ring.priorities[valid]
         raw = np.where(np.isfinite(raw) & (raw >= 0), raw, np.float32(self.max_priority))
         drawable = np.arange(self.segment_steps) < ring.metadata["owned"][valid][:, None]
-        leaves[valid] = np.where(drawable, self._leaves(raw), 0.0)
+        leaves[valid] = np.where(drawable, self._leaves(raw), np.float32(0))
         self._tree.rebuild(leaves.ravel())
 
     def _recover_limiter(self, valid: Ints) -> None:
@@ -364,9 +363,16 @@ def _monotonic(now: float | None) -> float:
     return time.monotonic() if now is None else now
 
 
-def _philox_key(seed: int, agent: str) -> npt.NDArray[np.uint64]:
+def _draw_key(seed: int, agent: str) -> npt.NDArray[np.uint64]:
     digest = hashlib.blake2b(f"{seed}/{agent}".encode(), digest_size=16).digest()
     return np.frombuffer(digest, "<u8").astype(np.uint64)
+
+
+def _weights(leaves: Leaves, smallest: float, beta: float) -> npt.NDArray[np.float32]:
+    """(N P)^-beta over the batch's maximum, which is the rarest row's: N and the total cancel out."""
+    leaves /= np.float32(smallest)
+    weights: npt.NDArray[np.float32] = np.power(leaves, -beta, out=leaves)
+    return weights
 
 
 def _check_update(index: Array, generation: Array, priority: Array) -> None:

@@ -12,157 +12,231 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-FAN_OUT = 16
+from services.replay.intrinsics import (
+    FAN_OUT,
+    copy_bytes,
+    count_at_most,
+    count_sums_at_most,
+    prefetch,
+    prefetch_once,
+    sum_floats,
+    sum_running,
+    zero_bytes,
+)
+
 FAN_OUT_BITS = 4
+LINE_BYTES = 64
+ROWS_AHEAD = 8  # how far the fetching of rows runs ahead of their copying: measured best of 2 to 16
+FETCHED_BYTES = 2048  # of one row: beyond that the hardware sees the pattern by itself
 
 Array = npt.NDArray[Any]
 
+# --- random numbers ---------------------------------------------------------------------------------------
+
+
+@numba.njit(inline="always")
+def _mixed(word: np.uint64) -> np.uint64:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))
+
 
 @numba.njit(cache=True, nogil=True)
-def tree_assign(tree: Array, offsets: Array, indices: Array, values: Array) -> None:
+def stratified_targets(key: Array, draw: int, total: float, targets: Array) -> None:
+    """One number in each of `len(targets)` equal parts of [0, total); a pure function of key and draw."""
+    word = _mixed(key[0] ^ _mixed(key[1] + np.uint64(draw)))
+    part = total / len(targets)
+    for i in range(len(targets)):
+        word += np.uint64(0x9E3779B97F4A7C15)
+        fraction = np.float64(_mixed(word) >> np.uint64(11)) * 2.0**-53
+        targets[i] = (i + fraction) * part
+
+
+# --- the sum tree -----------------------------------------------------------------------------------------
+
+
+@numba.njit(cache=True, nogil=True)
+def tree_assign(
+    leaves: Array, sums: Array, running: Array, offsets: Array, indices: Array, values: Array
+) -> None:
     """Sets leaves (of one that occurs twice the last value stays) and recomputes every sum above them."""
+    leaf_address, sum_address, running_address = leaves.ctypes.data, sums.ctypes.data, running.ctypes.data
     for i in range(len(indices)):
-        tree[offsets[0] + indices[i]] = values[i]
-    for level in range(1, len(offsets)):
+        prefetch(leaf_address + indices[i] * 4)
+        prefetch(sum_address + (indices[i] >> FAN_OUT_BITS) * 8)
+    for i in range(len(indices)):
+        leaves[indices[i]] = values[i]
+    last = -1
+    for i in range(len(indices)):
+        family = indices[i] >> FAN_OUT_BITS
+        if family != last:  # stratified draws come sorted: neighbours share their parents
+            sums[family] = sum_floats(leaf_address + family * FAN_OUT * 4)
+            last = family
+    for level in range(len(offsets)):
         last = -1
         for i in range(len(indices)):
-            node = indices[i] >> (FAN_OUT_BITS * level)
-            if node != last:  # stratified draws come sorted: neighbours share their parents
-                start = offsets[level - 1] + node * FAN_OUT
-                total = 0.0
-                for child in range(FAN_OUT):
-                    total += tree[start + child]
-                tree[offsets[level] + node] = total
-                last = node
+            family = indices[i] >> (FAN_OUT_BITS * (level + 2))
+            if family != last:
+                first = (offsets[level] + family * FAN_OUT) * 8
+                total = sum_running(sum_address + first, running_address + first)
+                if level + 1 < len(offsets):
+                    sums[offsets[level + 1] + family] = total
+                last = family
 
 
 @numba.njit(cache=True, nogil=True)
-def tree_sum_up(tree: Array, offsets: Array, start: int, stop: int) -> None:
+def tree_sum_up(leaves: Array, sums: Array, running: Array, offsets: Array, start: int, stop: int) -> None:
     """Recomputes every sum above the leaves start to stop."""
-    for level in range(1, len(offsets)):
+    start, stop = start >> FAN_OUT_BITS, ((stop - 1) >> FAN_OUT_BITS) + 1
+    for family in range(start, stop):
+        sums[family] = sum_floats(leaves.ctypes.data + family * FAN_OUT * 4)
+    for level in range(len(offsets)):
         start, stop = start >> FAN_OUT_BITS, ((stop - 1) >> FAN_OUT_BITS) + 1
-        for node in range(start, stop):
-            first = offsets[level - 1] + node * FAN_OUT
-            total = 0.0
-            for child in range(FAN_OUT):
-                total += tree[first + child]
-            tree[offsets[level] + node] = total
+        for family in range(start, stop):
+            first = (offsets[level] + family * FAN_OUT) * 8
+            total = sum_running(sums.ctypes.data + first, running.ctypes.data + first)
+            if level + 1 < len(offsets):
+                sums[offsets[level + 1] + family] = total
 
 
 @numba.njit(cache=True, nogil=True)
-def tree_draw(tree: Array, offsets: Array, targets: Array, found: Array) -> None:
-    """For each target in [0, total) the leaf whose share of the running sum holds it.
+def tree_draw(
+    leaves: Array, running: Array, offsets: Array, targets: Array, found: Array, values: Array
+) -> float:
+    """For each target in [0, total) the leaf whose share of the running sum holds it, and that leaf's value.
 
     Level by level for the whole batch: the loads of different rows overlap instead of waiting for each
     other. Rounding may carry a target past the last child; then the last child above 0 takes it, so a leaf of
-    value 0 is never found.
+    value 0 is never found. Uses up `targets`; returns the smallest value.
     """
-    rest = targets.copy()
+    leaf_address, running_address = leaves.ctypes.data, running.ctypes.data
     found[:] = 0
     for level in range(len(offsets) - 1, -1, -1):
-        for i in range(len(rest)):
-            start = offsets[level] + found[i] * FAN_OUT
-            before, chosen, chosen_before = 0.0, 0, 0.0
-            for child in range(FAN_OUT):
-                value = tree[start + child]
-                if value > 0.0:
-                    chosen, chosen_before = child, before
-                    before += value
-                    if rest[i] < before:
-                        break
-            rest[i] -= chosen_before
-            found[i] = found[i] * FAN_OUT + chosen
+        for i in range(len(found)):
+            first = offsets[level] + found[i] * FAN_OUT
+            child = count_at_most(running_address + first * 8, targets[i])
+            if child == FAN_OUT:
+                child -= 1
+                while child > 0 and running[first + child - 1] == running[first + FAN_OUT - 1]:
+                    child -= 1
+            if child > 0:
+                targets[i] -= running[first + child - 1]
+            found[i] = found[i] * FAN_OUT + child
+            if level == 0:
+                prefetch(leaf_address + found[i] * FAN_OUT * 4)
+    smallest = np.inf
+    for i in range(len(found)):
+        first = found[i] * FAN_OUT
+        child = count_sums_at_most(leaf_address + first * 4, targets[i])
+        if child == FAN_OUT or leaves[first + child] <= 0.0:
+            child = _leaf_in_doubt(leaves, first, targets[i])
+        found[i] = first + child
+        values[i] = leaves[first + child]
+        smallest = min(smallest, values[i])
+    return smallest
 
 
 @numba.njit(cache=True, nogil=True)
-def locate(
-    index: Array,
-    segment_steps: int,
-    n_step: int,
-    slot_rows: int,
-    before: Array,
-    rows: Array,
-    generation: Array,
-    flat: Array,
-    ahead: Array,
-    in_slot: Array,
-    generations: Array,
-) -> None:
-    """Where each drawn step lies: its row in the file, its row in its slot, how far its return reaches."""
-    for i in range(len(index)):
-        slot = index[i] // segment_steps
-        row = before[slot] + index[i] - slot * segment_steps
-        in_slot[i] = row
-        flat[i] = slot * slot_rows + row
-        ahead[i] = min(n_step, rows[slot] - 1 - row)
-        generations[i] = generation[slot]
+def _leaf_in_doubt(leaves: Array, first: int, target: float) -> int:
+    """At a border, where the order of additions matters: one leaf after another, never one of value 0."""
+    before, chosen = 0.0, 0
+    for child in range(FAN_OUT):
+        value = np.float64(leaves[first + child])
+        if value > 0.0:
+            chosen = child
+            before += value
+            if target < before:
+                break
+    return chosen
 
 
-@intrinsic
-def _copy_bytes(_context: Any, target: Any, source: Any, count: Any) -> Any:
-    """memcpy between two addresses: numba's own loops over bytes are ten times slower."""
+# --- batches ----------------------------------------------------------------------------------------------
 
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        to, of, size = arguments
-        cgutils.raw_memcpy(  # type: ignore[no-untyped-call]
-            builder, builder.inttoptr(to, byte), builder.inttoptr(of, byte), size, 1
-        )
-        return context.get_dummy_value()
 
-    return types.void(types.uintp, types.uintp, types.intp), generate
+@numba.njit(inline="always")
+def _fetch(start: int, stop: int) -> None:
+    for address in range(start, min(stop, start + FETCHED_BYTES), LINE_BYTES):
+        prefetch_once(address)
 
 
 @numba.njit(cache=True, nogil=True)
-def gather_stacks(
-    packed: Array, frame_bytes: int, flat: Array, in_slot: Array, ahead: Array, now: Array, later: Array
-) -> None:
-    """The frames up to each step, and up to the step its return ends at: bytes, [batch, stack * frame_bytes].
-
-    A row begins with its observation. A segment carries every frame that exists of its stacks, so a row below
-    its slot's first one stands for a time before the episode began: zeros.
-    """
-    stack = now.shape[1] // frame_bytes
-    row_bytes = packed.shape[1]
-    rows, nows, laters = packed.ctypes.data, now.ctypes.data, later.ctypes.data
-    for i in range(len(flat)):
-        for frame in range(stack):
-            back = stack - 1 - frame
-            to = i * stack * frame_bytes + frame * frame_bytes
-            if in_slot[i] >= back:
-                source = rows + (flat[i] - back) * row_bytes
-                _copy_bytes(nows + to, source, frame_bytes)  # type: ignore[call-arg]
-            else:
-                now[i, frame * frame_bytes : (frame + 1) * frame_bytes] = 0
-            if in_slot[i] + ahead[i] >= back:
-                source = rows + (flat[i] + ahead[i] - back) * row_bytes
-                _copy_bytes(laters + to, source, frame_bytes)  # type: ignore[call-arg]
-            else:
-                later[i, frame * frame_bytes : (frame + 1) * frame_bytes] = 0
-
-
-@numba.njit(cache=True, nogil=True)
-def sum_returns(
+def gather(
+    packed: Array,
     reward: Array,
     terminated: Array,
+    places: Array,
     powers: Array,
-    flat: Array,
-    ahead: Array,
+    fields: Array,
+    outputs: Array,
+    segment_steps: int,
+    slot_rows: int,
+    stack: int,
+    frame_bytes: int,
+    index: Array,
+    generation: Array,
     returns: Array,
     discounts: Array,
 ) -> None:
-    """n-step returns over `ahead` steps, and gamma^ahead, 0 where the last of them terminated."""
-    for i in range(len(flat)):
+    """Everything of the drawn steps but their weights.
+
+    A row of `packed` begins with its observation. The frames up to each step go to outputs[0], those up to
+    the step where its return ends to outputs[1]; then for each (offset, bytes) of `fields` that part of the
+    row to the next output. The outputs are addresses. The return is over n steps or as many as there are,
+    the discount gamma to that number, or 0 where the last of them terminated.
+    """
+    size, n_step, row_bytes, base = len(index), len(powers) - 1, packed.shape[1], packed.ctypes.data
+    row = np.empty(size, np.int64)
+    in_slot = np.empty(size, np.int64)
+    ahead = np.empty(size, np.int64)
+    for i in range(size):
+        slot = index[i] // segment_steps
+        place = places[slot]
+        in_slot[i] = np.int64(place.before) + index[i] - slot * segment_steps
+        row[i] = slot * slot_rows + in_slot[i]
+        ahead[i] = min(n_step, np.int64(place.rows) - 1 - in_slot[i])
+        generation[i] = place.generation
+    for i in range(size):
+        if i + ROWS_AHEAD < size:
+            j = i + ROWS_AHEAD
+            earliest = row[j] - min(stack - 1, in_slot[j])
+            if ahead[j] <= stack:
+                _fetch(base + earliest * row_bytes, base + (row[j] + ahead[j]) * row_bytes + frame_bytes)
+            else:
+                _fetch(base + earliest * row_bytes, base + (row[j] + 1) * row_bytes)
+                later = row[j] + ahead[j]
+                _fetch(base + (later - stack + 1) * row_bytes, base + later * row_bytes + frame_bytes)
+        _copy_stack(base, row_bytes, row[i], in_slot[i], stack, frame_bytes, outputs[0], i)
+        _copy_stack(
+            base, row_bytes, row[i] + ahead[i], in_slot[i] + ahead[i], stack, frame_bytes, outputs[1], i
+        )
+        for field in range(len(fields)):
+            offset, count = fields[field, 0], fields[field, 1]
+            copy_bytes(outputs[2 + field] + i * count, base + row[i] * row_bytes + offset, count)
         total = 0.0
         for k in range(ahead[i]):
-            total += powers[k] * reward[flat[i] + k]
+            total += powers[k] * reward[row[i] + k]
         returns[i] = total
-        discounts[i] = 0.0 if terminated[flat[i] + ahead[i] - 1] else powers[ahead[i]]
+        discounts[i] = 0.0 if terminated[row[i] + ahead[i] - 1] else powers[ahead[i]]
+
+
+@numba.njit(inline="always")
+def _copy_stack(
+    base: int, row_bytes: int, row: int, in_slot: int, stack: int, frame_bytes: int, output: int, i: int
+) -> None:
+    """A segment carries every frame that exists of its stacks, so a row below its slot's first one stands for
+    a time before the episode began: zeros."""
+    to = output + i * stack * frame_bytes
+    for back in range(stack - 1, -1, -1):
+        if in_slot >= back:
+            copy_bytes(to, base + (row - back) * row_bytes, frame_bytes)
+        else:
+            zero_bytes(to, frame_bytes)
+        to += frame_bytes
+
+
+# --- priorities -------------------------------------------------------------------------------------------
 
 
 @numba.njit(cache=True, nogil=True)
@@ -170,25 +244,30 @@ def accept_priorities(
     index: Array,
     generation: Array,
     priority: Array,
-    commit: Array,
-    owned: Array,
+    places: Array,
     raw: Array,
     accepted: Array,
     kept: Array,
-) -> int:
-    """Stores the priorities of rows that still are what was drawn; how many: see `accepted` and `kept`."""
+) -> tuple[int, float]:
+    """Stores the priorities of rows that still are what was drawn, and lists them in `accepted` and `kept`.
+
+    How many they are, and the largest of them.
+    """
     segment_steps = raw.shape[1]
     capacity = raw.shape[0] * segment_steps
-    count = 0
+    count, highest = 0, 0.0
     for i in range(len(index)):
         if index[i] < 0 or index[i] >= capacity:
             continue
         slot = index[i] // segment_steps
         step = index[i] - slot * segment_steps
-        fresh = generation[i] != 0 and generation[i] == commit[slot] and step < owned[slot]
-        if fresh and np.isfinite(priority[i]) and priority[i] >= 0:
-            raw[slot, step] = priority[i]
+        place = places[slot]
+        fresh = generation[i] != 0 and generation[i] == place.generation and step < place.owned
+        value = np.float32(priority[i])
+        if fresh and np.isfinite(value) and value >= 0:
+            raw[slot, step] = value
             accepted[count] = index[i]
-            kept[count] = priority[i]
+            kept[count] = value
             count += 1
-    return count
+            highest = np.maximum(highest, value)
+    return count, highest

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ import structlog
 from shared.codec import checksum
 from shared.errors import ConfigError
 from shared.messages import Segment
-from shared.specs import AgentSpec
+from shared.specs import AgentSpec, Column
 
 log = structlog.get_logger(__name__)
 
@@ -47,6 +47,10 @@ METADATA = np.dtype(
         ("rows", "<u4"),
         ("checksum", "<u4"),
     ]
+)
+# What drawing needs of a slot, four slots to a cache line; in memory only, generation 0 where it is invalid.
+PLACE = np.dtype(
+    [("generation", "<u8"), ("before", "<u2"), ("owned", "<u2"), ("rows", "<u2"), ("unused", "<u2")]
 )
 STATE = np.dtype(
     [
@@ -178,6 +182,7 @@ class Ring:
         self.priority_records = map_array(directory / "priorities", priority, (slots,))
         self.priority_generation = self.priority_records["generation"]
         self.priorities = self.priority_records["raw"]
+        self.places = np.zeros(slots, PLACE)
         self.watcher: Watcher | None = None
         self.state = State(directory / "state")
         self.generation = 0
@@ -197,6 +202,7 @@ class Ring:
         self._write_metadata(slot, segment, stored_after)
         self._write_priorities(slot, priority)
         self._commit(slot)
+        self.places[slot] = (self.generation, segment.before, segment.owned, segment.rows, 0)
         self.next_slot = (slot + 1) % self.slots
         return slot
 
@@ -210,6 +216,7 @@ class Ring:
 
     def _invalidate(self, slot: int) -> None:
         self.commit[slot] = 0
+        self.places["generation"][slot] = 0
 
     def _write_rows(self, slot: int, arrays: Mapping[str, Array]) -> None:
         start = slot * self.slot_rows
@@ -250,6 +257,8 @@ class Ring:
                 self.state["damaged_slots"] += 1
                 log.warning("slot dropped", directory=self.directory.name, slot=slot, problem=problem)
         valid = self.valid_slots()
+        for name in ("generation", "before", "owned", "rows"):
+            self.places[name][valid] = self.metadata[name][valid]
         newest = valid[self.commit[valid].argmax()] if valid.size else -1
         self.next_slot = (int(newest) + 1) % self.slots
         self._start_generations()
@@ -291,6 +300,11 @@ class Ring:
         start, rows = slot * self.slot_rows, int(self.metadata["rows"][slot])
         lengths = {column.name: rows - (column.per == "step") for column in self.spec.columns}
         return {name: self.columns[name][start : start + length] for name, length in lengths.items()}
+
+    def fields(self, columns: Sequence[Column]) -> Ints:
+        """Where these columns lie in a row: [columns, (offset, bytes)]."""
+        offsets = {name: field[1] for name, field in (row_dtype(self.spec).fields or {}).items()}
+        return np.array([(offsets[column.name], column.row_bytes) for column in columns], np.int64)
 
     def valid_slots(self) -> Ints:
         return np.flatnonzero(self.commit)

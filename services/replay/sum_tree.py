@@ -1,21 +1,24 @@
-"""Owns the priorities as a sum tree: 16 children to a node, float64, whole batches at a time.
+"""Owns the priorities as a sum tree: 16 children to a node, whole batches at a time.
 
-A node is always the sum of its children, recomputed and never adjusted, so nothing drifts. A node's children
-fill two cache lines. A leaf of value 0 is never drawn, whatever rounding does at the edges. The loops are in
-`kernels.py`.
+Leaves are float32, so that sixteen of them are one cache line; everything above is float64. A node is always
+the sum of its children, recomputed and never adjusted, so nothing drifts; beside the sums lie the running
+sums within each family, so that a child is found with one comparison of sixteen numbers. A leaf of value 0 is
+never drawn, whatever rounding does at the edges. The loops are in `kernels.py`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from services.replay.kernels import FAN_OUT, tree_assign, tree_draw, tree_sum_up
+from services.replay.intrinsics import FAN_OUT
+from services.replay.kernels import LINE_BYTES, tree_assign, tree_draw, tree_sum_up
 
 Floats = npt.NDArray[np.float64]
+Leaves = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
-
-CACHE_LINE_BYTES = 64
 
 
 class SumTree:
@@ -25,53 +28,65 @@ class SumTree:
         if capacity < 1:
             raise ValueError(f"a sum tree of {capacity} leaves; it needs at least 1")
         self.capacity = capacity
-        sizes = [_padded(capacity)]  # of the levels, leaves first
+        sizes = [_padded(_padded(capacity) // FAN_OUT)]  # of the levels above the leaves, lowest first
         while sizes[-1] > FAN_OUT:
             sizes.append(_padded(sizes[-1] // FAN_OUT))
-        self._offsets = np.concatenate(([0], np.cumsum(sizes)[:-1]))
-        self._nodes = _aligned_zeros(sum(sizes))
-        self._leaves = self._nodes[:capacity]
-        self._top = self._nodes[self._offsets[-1] :]
+        self._offsets = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
+        self._all_leaves = _aligned_zeros(_padded(capacity), np.dtype(np.float32))
+        self._leaves = self._all_leaves[:capacity]
+        self._sums = _aligned_zeros(sum(sizes), np.dtype(np.float64))
+        self._running = _aligned_zeros(sum(sizes), np.dtype(np.float64))
 
     @property
     def total(self) -> float:
-        return float(self._top.sum())
+        return float(self._running[-1])
 
-    def get(self, indices: Ints) -> Floats:
+    @property
+    def nbytes(self) -> int:
+        return self._all_leaves.nbytes + self._sums.nbytes + self._running.nbytes
+
+    def get(self, indices: Ints) -> Leaves:
         return self._leaves[indices]
 
-    def set(self, indices: Ints, values: Floats) -> None:
+    def set(self, indices: Ints, values: Leaves) -> None:
         """Of an index that occurs twice the last value stays."""
         if len(indices) and not 0 <= indices.min() <= indices.max() < self.capacity:
             raise IndexError(f"leaves {indices.min()} to {indices.max()} in a tree of {self.capacity}")
-        tree_assign(self._nodes, self._offsets, indices, values)
+        self.set_checked(indices, values)
 
-    def set_range(self, start: int, values: Floats) -> None:
-        """Leaves start, start + 1, ... at once."""
-        self._leaves[start : start + len(values)] = values
-        tree_sum_up(self._nodes, self._offsets, start, start + len(values))
+    def set_checked(self, indices: Ints, values: Leaves) -> None:
+        """The same for indices that are known to be inside the tree."""
+        tree_assign(self._all_leaves, self._sums, self._running, self._offsets, indices, values)
 
-    def rebuild(self, leaves: Floats) -> None:
+    def set_range(self, start: int, values: Leaves | float, count: int | None = None) -> None:
+        """Leaves start, start + 1, ... at once: an array, or `count` times one value."""
+        stop = start + (len(values) if isinstance(values, np.ndarray) else count or 0)
+        self._leaves[start:stop] = values
+        tree_sum_up(self._all_leaves, self._sums, self._running, self._offsets, start, stop)
+
+    def rebuild(self, leaves: Leaves) -> None:
         """All leaves at once."""
         if leaves.shape != (self.capacity,):
             raise ValueError(f"{leaves.shape} leaves for a tree of {self.capacity}")
         self.set_range(0, leaves)
 
-    def draw(self, targets: Floats) -> Ints:
-        """For each target in [0, total) the leaf whose share of the running sum holds it."""
+    def draw(self, targets: Floats) -> tuple[Ints, Leaves, float]:
+        """For each target in [0, total) the leaf whose share of the running sum holds it; the values of these
+        leaves; the smallest of them. Uses up `targets`."""
         if not self.total > 0.0:
             raise ValueError("nothing to draw: every leaf is 0")
-        found = np.empty(len(targets), np.int64)
-        tree_draw(self._nodes, self._offsets, targets, found)
-        return found
+        found, values = np.empty(len(targets), np.int64), np.empty(len(targets), np.float32)
+        smallest = tree_draw(self._all_leaves, self._running, self._offsets, targets, found, values)
+        return found, values, smallest
 
 
 def _padded(length: int) -> int:
     return -(-length // FAN_OUT) * FAN_OUT
 
 
-def _aligned_zeros(length: int) -> Floats:
-    """Zeros that begin at a cache line, so that no family of children touches a third one."""
-    raw = np.zeros(length + CACHE_LINE_BYTES // 8)
-    skip = (-raw.ctypes.data % CACHE_LINE_BYTES) // 8
-    return raw[skip : skip + length]
+def _aligned_zeros(length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Zeros that begin at a cache line, so that no family of children touches one line more than it needs."""
+    size = length * dtype.itemsize
+    raw = np.zeros(size + LINE_BYTES, np.uint8)
+    skip = -raw.ctypes.data % LINE_BYTES
+    return raw[skip : skip + size].view(dtype)

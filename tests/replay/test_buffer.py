@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_episodes import AGENT, Episode, Sender, assert_row, fill, make_buffer, make_spec
 
-from services.replay.buffer import AgentBuffer, _philox_key
+from services.replay.buffer import AgentBuffer, _draw_key
 from shared.errors import Refused, SpecMismatch, StaleToken
 
 SPEC = make_spec()
@@ -93,12 +93,13 @@ def test_draw_same_number_is_same_batch(filled: AgentBuffer) -> None:
 
 def test_draw_other_seed_or_agent_is_other_batch(tmp_path: Path) -> None:
     """Two seeds, and two agents of one seed, draw differently."""
-    uniforms = [
-        make_buffer(tmp_path / "a", SPEC)._uniform(0, 8),
-        make_buffer(tmp_path / "b", SPEC, seed=8)._uniform(0, 8),
-    ]
-    assert (uniforms[0] != uniforms[1]).all()
-    assert (_philox_key(7, AGENT) != _philox_key(7, "agent_1")).any()
+    drawn = []
+    for name, seed in (("a", 7), ("b", 8)):
+        buffer = make_buffer(tmp_path / name, SPEC, seed=seed)
+        fill(buffer, Sender(SPEC), [Episode(SPEC, 0, 50)])
+        drawn.append(buffer.draw(0, 8, 0.4)["index"].tolist())
+    assert drawn[0] != drawn[1]
+    assert (_draw_key(7, AGENT) != _draw_key(7, "agent_1")).any()
 
 
 def test_weights_any_beta_follow_the_formula(filled: AgentBuffer) -> None:
