@@ -1,16 +1,15 @@
-"""Frames to messages and back. Nothing here executes anything that arrives: JSON headers and raw arrays only.
+"""Frames to messages and back. Nothing that arrives is executed: a JSON header and raw arrays, that is all.
 
-Arrays are sent from where they lie and received as views on the frame; whoever keeps one copies it once,
-into the place where it stays. Every check on sizes happens before anything is allocated.
+A message is a header frame and, if it has arrays, one data frame (`shared/layout.py`). Arrays are received as
+views on that frame; whoever keeps one copies it once, into the place where it stays. Every check on sizes
+happens before anything is allocated.
 """
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,40 +18,32 @@ import pydantic
 import zmq
 
 from shared.errors import BadMessage, SpecMismatch
-from shared.messages import ANY_MESSAGE, ArrayHeader, Message
-from shared.specs import AgentSpec, dtype_of
+from shared.layout import Arrays, pack, parse_layout
+from shared.messages import ANY_MESSAGE, Message
+from shared.specs import AgentSpec
 
 Array = npt.NDArray[Any]
-Arrays = Mapping[str, Array]
 Buffer = bytes | memoryview | zmq.Frame
 
 MAX_HEADER_BYTES = 1 << 20
-MAX_ARRAY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message as it came in, with its arrays as views on the frames: for reading only."""
+    """A message as it came in, with its arrays as views on its data frame: for reading only."""
 
     message: Message
     arrays: dict[str, Array]
 
 
-def encode(message: Message, arrays: Arrays | None = None) -> list[Buffer]:
-    """The frames of a message: the header, then each array's bytes without a copy where it is contiguous."""
+def encode(message: Message, arrays: Arrays | None = None, run: str | None = None) -> list[Buffer]:
+    """The frames of a message, stamped with its run. Arrays that are `Packed` are not copied."""
+    stamp: dict[str, str] = {} if run is None else {"run": run}
     if not arrays:
-        return [message.model_dump_json().encode()]
-    solid = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    headers = _array_headers(tuple((name, array.dtype, array.shape) for name, array in solid.items()))
-    frames: list[Buffer] = [message.model_copy(update={"arrays": headers}).model_dump_json().encode()]
-    frames.extend(_bytes_of(array) for array in solid.values())
-    return frames
-
-
-@lru_cache(maxsize=1024)
-def _array_headers(layout: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> tuple[ArrayHeader, ...]:
-    """The same few layouts are sent over and over, and building headers takes longer than drawing a batch."""
-    return tuple(ArrayHeader(name=name, dtype=dtype_of(dtype), shape=shape) for name, dtype, shape in layout)
+        return [message.model_copy(update=stamp).model_dump_json().encode()]
+    packed = pack(arrays)
+    stamp["arrays"] = packed.layout.text
+    return [message.model_copy(update=stamp).model_dump_json().encode(), packed.block.data]
 
 
 def decode(frames: Sequence[zmq.Frame | bytes]) -> Received:
@@ -66,35 +57,21 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Received:
         message = ANY_MESSAGE.validate_json(header)
     except pydantic.ValidationError as error:
         raise BadMessage(f"not a header of protocol 1: {_first_problem(error)}") from None
-    if len(frames) - 1 != len(message.arrays):
-        raise BadMessage(f"{message.kind}: {len(message.arrays)} arrays announced, {len(frames) - 1} arrived")
-    arrays: dict[str, Array] = {}
-    for array_header, frame in zip(message.arrays, frames[1:], strict=True):
-        if array_header.name in arrays:
-            raise BadMessage(f"{message.kind}: array {array_header.name!r} twice")
-        arrays[array_header.name] = _view(message.kind, array_header, _buffer(frame))
-    return Received(message, arrays)
+    expected = 2 if message.arrays else 1
+    if len(frames) != expected:
+        raise BadMessage(f"{message.kind}: {len(frames)} frames arrived, its header announces {expected}")
+    if not message.arrays:
+        return Received(message, {})
+    layout, data = parse_layout(message.arrays), _buffer(frames[1])
+    if data.nbytes != layout.nbytes:
+        raise BadMessage(
+            f"{message.kind}: {message.arrays[:200]} needs {layout.nbytes} bytes, its frame has {data.nbytes}"
+        )
+    return Received(message, layout.views(data))
 
 
 def _buffer(frame: zmq.Frame | bytes) -> memoryview:
     return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
-
-
-def _view(kind: str, header: ArrayHeader, buffer: memoryview) -> Array:
-    dtype = header.dtype.numpy
-    expected = math.prod(header.shape) * dtype.itemsize
-    # Sides are bounded as if none were 0: numpy refuses an empty array with impossible sides in its own way.
-    if math.prod(max(1, side) for side in header.shape) * dtype.itemsize > MAX_ARRAY_BYTES:
-        raise BadMessage(
-            f"{kind}: array {header.name!r} {header.dtype}{list(header.shape)}; "
-            f"the limit is {MAX_ARRAY_BYTES} bytes"
-        )
-    if buffer.nbytes != expected:
-        raise BadMessage(
-            f"{kind}: array {header.name!r} {header.dtype}{list(header.shape)} needs {expected} bytes, "
-            f"its frame has {buffer.nbytes}"
-        )
-    return np.frombuffer(buffer, dtype).reshape(header.shape)
 
 
 def _first_problem(error: pydantic.ValidationError) -> str:

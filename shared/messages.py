@@ -1,8 +1,9 @@
 """Every message that travels between services: what a header may say. Start reading here.
 
-A message is one header (a model below, as JSON) and one raw frame for each array it names; `shared/codec.py`
-turns the two into frames and back. Names are nouns. Requests carry an id and a deadline in seconds from
-arrival; replies repeat the id. Every message names its run, and a service refuses those of another run.
+A message is one header (a model below, as JSON) and, if it has arrays, one frame with their bytes;
+`shared/codec.py` turns the two into frames and back. Names are nouns. Requests carry an id and a deadline in
+seconds from arrival; replies repeat the id. Every message names its run, and a service refuses those of
+another run.
 The life of one step goes: Segment, StreamMarks, SampleRequest, Batch, PriorityUpdate, Publish, Weights.
 
 Next: services/actor/rollout.py
@@ -15,7 +16,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from shared.errors import BadMessage
-from shared.specs import AGENT_ID_PATTERN, AgentSpec, DType
+from shared.specs import AGENT_ID_PATTERN, AgentSpec
 
 AgentId = Annotated[str, Field(pattern=AGENT_ID_PATTERN)]
 Incarnation = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # unique for each start of a process
@@ -34,14 +35,6 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
-class ArrayHeader(Part):
-    """What the raw frame at the same place holds."""
-
-    name: Annotated[str, Field(max_length=128)]
-    dtype: DType
-    shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**40)], ...], Field(max_length=8)]
-
-
 class Token(Part):
     """The right to act for an agent: numbers rise with each grant, and lower ones are refused everywhere."""
 
@@ -54,7 +47,7 @@ class Message(Part):
 
     protocol: Literal[1] = 1
     run: Annotated[str, Field(max_length=64)] = ""
-    arrays: Annotated[tuple[ArrayHeader, ...], Field(max_length=512)] = ()
+    arrays: Annotated[str, Field(max_length=200_000)] = ""  # what the data frame holds: shared/layout.py
 
 
 M = TypeVar("M", bound=Message)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.codec import Array, Arrays, checksum
+from shared.codec import checksum
 from shared.errors import BadMessage
+from shared.layout import Array, Arrays
 from shared.messages import Weights
 
 

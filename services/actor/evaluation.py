@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from services.actor.policies import PolicyGroup, group_agents
-from shared.codec import Arrays
 from shared.config import Config
+from shared.layout import Arrays
 from worlds.base import AgentActions, World
 from worlds.registry import build_world
 

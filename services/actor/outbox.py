@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shared.codec import Arrays
 from shared.errors import BrokenInvariant
+from shared.layout import Arrays
 from shared.messages import Mark, Segment
 
 Send = Callable[[Segment, Arrays], bool]

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shared.codec import Array, Arrays
 from shared.config import Config, NetworkConfig
 from shared.errors import SpecMismatch
+from shared.layout import Array, Arrays
 from shared.networks import QNetwork, flat_input, stack_networks
 from shared.specs import AgentSpec
 

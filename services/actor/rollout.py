@@ -18,9 +18,9 @@ import numpy.typing as npt
 from services.actor.exploration import Dice, epsilons, ladder_floors
 from services.actor.policies import group_agents
 from services.actor.segments import Cut, SegmentWriter
-from shared.codec import Array, Arrays
 from shared.config import Config
 from shared.errors import WorldError
+from shared.layout import Array, Arrays
 from worlds.base import AgentActions, Outcome, World
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shared.codec import Array, Arrays
+from shared.layout import Array, Arrays
 from shared.specs import AgentSpec
 
 Mask = npt.NDArray[np.bool_]

@@ -21,9 +21,10 @@ from services.actor.exploration import epsilons
 from services.actor.outbox import Outbox
 from services.actor.rollout import Played, Rollout
 from services.actor.segments import Cut
-from shared.codec import Arrays, Received, checksum
+from shared.codec import Received, checksum
 from shared.config import Config
 from shared.errors import ConfigError, Refused, RookeryError, SpecMismatch, WorldError
+from shared.layout import Arrays
 from shared.links.broadcast import BroadcastListener
 from shared.links.requests import RequestSender
 from shared.links.segments import SegmentSender

@@ -22,9 +22,10 @@ from services.learner.algorithms import build_algorithm
 from services.learner.checkpoint import Uploader, download, pack, unpack
 from services.learner.figures import Figures
 from services.learner.training import Tensors, UpdateReport
-from shared.codec import Arrays, Received
+from shared.codec import Received
 from shared.config import Config
 from shared.errors import ConfigError, PeerSilent, Refused, RookeryError, StaleToken
+from shared.layout import ALIGNMENT_BYTES, Arrays
 from shared.logs import get_logger
 from shared.messages import (
     Batch,
@@ -98,12 +99,12 @@ class LearnerService(Service):
 
     def _check_sizes(self) -> None:
         limit = self.config.limits.max_message_bytes
-        for name, tensor in self.algorithm.policy().items():
-            if tensor.nbytes > limit:
-                raise ConfigError(
-                    f"{name} has {tensor.nbytes:,} bytes and could never be published: "
-                    f"limits.max_message_bytes is {limit:,}"
-                )
+        size = sum(tensor.nbytes + ALIGNMENT_BYTES for tensor in self.algorithm.policy().values())
+        if size > limit:
+            raise ConfigError(
+                f"the network has {size:,} bytes and could never be published: "
+                f"limits.max_message_bytes is {limit:,}"
+            )
 
     def _resume(self) -> None:
         """Goes on from the newest checkpoint, or at least from the newest weights."""

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from shared.codec import Arrays
 from shared.config import TargetConfig
+from shared.layout import Arrays
 from shared.logs import get_logger
 
 log = get_logger()

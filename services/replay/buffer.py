@@ -12,7 +12,7 @@ import math
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,24 @@ from services.replay.recycler import Recycler
 from services.replay.ring import Array, Ints, Ring
 from services.replay.streams import Streams
 from services.replay.sum_tree import Leaves, SumTree
-from shared.codec import Arrays, check_segment_arrays, checksum
+from shared.codec import check_segment_arrays, checksum
 from shared.errors import Refused, SpecMismatch, StaleToken
+from shared.layout import Arrays, Layout, Packed, layout_of
 from shared.messages import Segment
 from shared.specs import AgentSpec
 
 Verdict = Literal["stored", "duplicate", "gap"]
 FIRST_PRIORITY = 1.0
+
+_BYTE = np.dtype(np.uint8)
+_PASSED_ON = ("action", "control", "version")  # columns of a step that a batch has as they are
+_COMPUTED: dict[str, np.dtype[Any]] = {
+    "return": np.dtype(np.float32),
+    "discount": np.dtype(np.float32),
+    "weight": np.dtype(np.float32),
+    "index": np.dtype(np.int64),
+    "generation": np.dtype(np.uint64),
+}
 
 
 class AgentBuffer:
@@ -60,25 +71,14 @@ class AgentBuffer:
         self._powers = gamma ** np.arange(n_step + 1)
         self._ring = Ring(directory, spec, -(-capacity_steps // segment_steps), segment_steps, n_step)
         self._state = self._ring.state
-        self._prepare_gathering()
+        self._passed_on = [column for column in spec.step_columns if column.name in _PASSED_ON]
+        self._fields = self._ring.fields(self._passed_on)
+        self._layouts: dict[int, Layout] = {}  # of batches, by their size
+        self._recycler = Recycler()
         self._streams = Streams(directory / "streams", _monotonic(now))
         self._tree = SumTree(self.capacity_steps)
         self.limiter = Limiter(min_steps, samples_per_insert, tolerance_samples)
         self._recover(_monotonic(now))
-
-    def _prepare_gathering(self) -> None:
-        """What `gather` would otherwise ask for again and again."""
-        observation = self.spec.observation
-        stacked = (self.spec.stack, *observation.shape), observation.dtype.numpy
-        passed_on = [
-            column for column in self.spec.step_columns if column.name in ("action", "control", "version")
-        ]
-        self._outputs = [("observation", *stacked), ("next_observation", *stacked)]
-        self._outputs += [(column.name, column.shape, column.dtype.numpy) for column in passed_on]
-        self._addresses = np.zeros(len(self._outputs), np.int64)
-        self._fields = self._ring.fields(passed_on)
-        self._frame_bytes = observation.row_bytes
-        self._recycler = Recycler()
 
     # --- inserting ----------------------------------------------------------------------------------------
 
@@ -138,29 +138,49 @@ class AgentBuffer:
 
     # --- drawing ------------------------------------------------------------------------------------------
 
-    def draw(self, draw_index: int, batch_size: int, beta: float, *, count: bool = True) -> dict[str, Array]:
+    def draw(self, draw_index: int, batch_size: int, beta: float, *, count: bool = True) -> Packed:
         """Draw number `draw_index`: a stratified batch. `count` is false when it was served before."""
         if not self.drawable_steps:
             raise Refused(
                 "empty", f"the buffer of {self.agent!r} has no steps to draw; wait until can_sample"
             )
+        batch, address = self._new_batch(batch_size)
         targets = np.empty(batch_size)
         kernels.stratified_targets(self._key, draw_index, self._tree.total, targets)
-        index, leaves, smallest = self._tree.draw(targets)
-        batch = self.gather(index)
-        batch["weight"] = _weights(leaves, smallest, beta)
+        smallest = self._tree.draw(targets, batch["index"], batch["weight"])
+        self._gather(batch, address)
+        _weigh(batch["weight"], smallest, beta)
         if count:
             self._state["sampled_steps"] += batch_size
             self.limiter.sampled_steps += batch_size
         return batch
 
-    def gather(self, index: Ints) -> dict[str, Array]:
-        """The rows of a batch, all but their weights; the caller's own for as long as they are held."""
-        size, ring, batch = len(index), self._ring, {}
-        for place, (name, shape, dtype) in enumerate(self._outputs):
-            batch[name], self._addresses[place] = self._recycler.empty((size, *shape), dtype)
-        generation = np.empty(size, np.uint64)
-        returns, discounts = np.empty(size, np.float32), np.empty(size, np.float32)
+    def rows(self, index: Ints) -> Packed:
+        """These rows as a batch in which all weigh the same."""
+        batch, address = self._new_batch(len(index))
+        batch["index"][:] = index
+        batch["weight"][:] = 1.0
+        self._gather(batch, address)
+        return batch
+
+    def _new_batch(self, size: int) -> tuple[Packed, int]:
+        """The arrays of a batch, in one block as they travel, and where the block lies."""
+        layout = self._layouts.get(size)
+        if layout is None:
+            layout = self._layouts[size] = self._batch_layout(size)
+        block, address = self._recycler.empty((layout.nbytes,), _BYTE)
+        return Packed(layout, block), address
+
+    def _batch_layout(self, size: int) -> Layout:
+        observation = self.spec.observation
+        stacked = observation.dtype.numpy, (size, self.spec.stack, *observation.shape)
+        passed_on = [(column.name, column.dtype.numpy, (size, *column.shape)) for column in self._passed_on]
+        computed = [(name, dtype, (size,)) for name, dtype in _COMPUTED.items()]
+        return layout_of((("observation", *stacked), ("next_observation", *stacked), *passed_on, *computed))
+
+    def _gather(self, batch: Packed, address: int) -> None:
+        """Everything of the rows at batch["index"] but their weights."""
+        ring = self._ring
         kernels.gather(
             ring.packed,
             ring.columns["reward"],
@@ -168,18 +188,17 @@ class AgentBuffer:
             ring.places,
             self._powers,
             self._fields,
-            self._addresses,
+            address,
+            batch.layout.offsets,
             self.segment_steps,
             ring.slot_rows,
             self.spec.stack,
-            self._frame_bytes,
-            index,
-            generation,
-            returns,
-            discounts,
+            self.spec.observation.row_bytes,
+            batch["index"],
+            batch["generation"],
+            batch["return"],
+            batch["discount"],
         )
-        batch |= {"return": returns, "discount": discounts, "index": index, "generation": generation}
-        return batch
 
     # --- priorities ---------------------------------------------------------------------------------------
 
@@ -368,11 +387,10 @@ def _draw_key(seed: int, agent: str) -> npt.NDArray[np.uint64]:
     return np.frombuffer(digest, "<u8").astype(np.uint64)
 
 
-def _weights(leaves: Leaves, smallest: float, beta: float) -> npt.NDArray[np.float32]:
-    """(N P)^-beta over the batch's maximum, which is the rarest row's: N and the total cancel out."""
+def _weigh(leaves: Leaves, smallest: float, beta: float) -> None:
+    """Turns leaves into (N P)^-beta over the maximum, which is the rarest row's: N and the total cancel."""
     leaves /= np.float32(smallest)
-    weights: npt.NDArray[np.float32] = np.power(leaves, -beta, out=leaves)
-    return weights
+    np.power(leaves, -beta, out=leaves)
 
 
 def _check_update(index: Array, generation: Array, priority: Array) -> None:

@@ -169,7 +169,8 @@ def gather(
     places: Array,
     powers: Array,
     fields: Array,
-    outputs: Array,
+    block: int,
+    offsets: Array,
     segment_steps: int,
     slot_rows: int,
     stack: int,
@@ -181,10 +182,10 @@ def gather(
 ) -> None:
     """Everything of the drawn steps but their weights.
 
-    A row of `packed` begins with its observation. The frames up to each step go to outputs[0], those up to
-    the step where its return ends to outputs[1]; then for each (offset, bytes) of `fields` that part of the
-    row to the next output. The outputs are addresses. The return is over n steps or as many as there are,
-    the discount gamma to that number, or 0 where the last of them terminated.
+    A row of `packed` begins with its observation. The frames up to each step go to the address `block` plus
+    offsets[0], those up to the step where its return ends to offsets[1]; then for each (offset, bytes) of
+    `fields` that part of the row to the next of the offsets. The return is over n steps or as many as there
+    are, the discount gamma to that number, or 0 where the last of them terminated.
     """
     size, n_step, row_bytes, base = len(index), len(powers) - 1, packed.shape[1], packed.ctypes.data
     row = np.empty(size, np.int64)
@@ -207,13 +208,12 @@ def gather(
                 _fetch(base + earliest * row_bytes, base + (row[j] + 1) * row_bytes)
                 later = row[j] + ahead[j]
                 _fetch(base + (later - stack + 1) * row_bytes, base + later * row_bytes + frame_bytes)
-        _copy_stack(base, row_bytes, row[i], in_slot[i], stack, frame_bytes, outputs[0], i)
-        _copy_stack(
-            base, row_bytes, row[i] + ahead[i], in_slot[i] + ahead[i], stack, frame_bytes, outputs[1], i
-        )
+        _copy_stack(base, row_bytes, row[i], in_slot[i], stack, frame_bytes, block + offsets[0], i)
+        later, later_in_slot = row[i] + ahead[i], in_slot[i] + ahead[i]
+        _copy_stack(base, row_bytes, later, later_in_slot, stack, frame_bytes, block + offsets[1], i)
         for field in range(len(fields)):
-            offset, count = fields[field, 0], fields[field, 1]
-            copy_bytes(outputs[2 + field] + i * count, base + row[i] * row_bytes + offset, count)
+            start, count = fields[field, 0], fields[field, 1]
+            copy_bytes(block + offsets[2 + field] + i * count, base + row[i] * row_bytes + start, count)
         total = 0.0
         for k in range(ahead[i]):
             total += powers[k] * reward[row[i] + k]

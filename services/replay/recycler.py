@@ -22,7 +22,7 @@ KEPT = 32  # arrays of one shape; more than that are somebody's collection, not 
 
 
 class Recycler:
-    """`np.empty` that remembers. Each array owns its memory: so views on it hold it, not something below."""
+    """Memory that is remembered. Each array owns its memory: so views on it hold it, not something below."""
 
     def __init__(self) -> None:
         self._pools: defaultdict[tuple[tuple[int, ...], np.dtype[Any]], list[Entry]] = defaultdict(list)
@@ -33,7 +33,7 @@ class Recycler:
         for entry in pool:
             if sys.getrefcount(entry[0]) == _UNHELD:
                 return entry[0], entry[1]  # never the pool's own pair: who keeps that does not hold the array
-        array = np.empty(shape, dtype)
+        array = np.zeros(shape, dtype)  # the gaps of a block travel too: nothing of old memory may be in them
         address = array.ctypes.data
         if len(pool) < KEPT:
             pool.append((array, address))

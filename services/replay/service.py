@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +24,9 @@ import pydantic
 from services.replay import snapshot_files
 from services.replay.buffer import AgentBuffer
 from services.replay.snapshot_desk import SnapshotDesk
-from shared.codec import Arrays
 from shared.config import Config
 from shared.errors import BadMessage, ConfigError, Refused
+from shared.layout import Arrays
 from shared.links.requests import Incoming, OnIncoming, RequestReceiver
 from shared.links.segments import SegmentReceiver
 from shared.logs import get_logger
@@ -64,6 +64,9 @@ GRANTS_AHEAD = 8  # a token may come before the notice of its grant, but not man
 _SPECS: pydantic.TypeAdapter[dict[str, AgentSpec]] = pydantic.TypeAdapter(dict[str, AgentSpec])
 
 
+DrawKey = tuple[int, int]  # a token's number and a draw: one batch, however often it is asked for
+
+
 @dataclass(slots=True)
 class HeldSample:
     """A sample request that waits for its turn."""
@@ -72,19 +75,34 @@ class HeldSample:
     message: SampleRequest
     until: float
 
+    @property
+    def key(self) -> DrawKey:
+        return self.message.token.number, self.message.draw
+
 
 @dataclass(slots=True)
 class AgentDesk:
     """One agent's buffer with everybody who waits at it."""
 
     buffer: AgentBuffer
-    held: deque[HeldSample] = field(default_factory=deque)
-    served: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED_DRAWS))
+    held: dict[DrawKey, HeldSample] = field(default_factory=dict)  # in the order of their coming
+    served: dict[DrawKey, None] = field(default_factory=dict)  # the newest of them, oldest first
     withheld: set[str] = field(default_factory=set)  # incarnations whose acknowledgements wait
     learner_heard: float = -1e9
     absent: bool = True  # no learner: what inserts run ahead is forgiven when one comes
     blocked: str = ""
     blocked_since: float = 0.0
+
+    def remember(self, key: DrawKey) -> None:
+        """This draw was served; a repeat does not count again."""
+        self.served[key] = None
+        if len(self.served) > REMEMBERED_DRAWS:
+            del self.served[next(iter(self.served))]
+
+    @property
+    def batch_size(self) -> int:
+        """Of the request that waits longest."""
+        return next((held.message.batch_size for held in self.held.values()), 1)
 
 
 class ReplayService(Service):
@@ -225,8 +243,8 @@ class ReplayService(Service):
         """What depends on time: deadlines of held requests, learners that fell silent."""
         now = time.monotonic()
         for agent, desk in self.desks.items():
-            while desk.held and desk.held[0].until <= now:
-                held = desk.held.popleft()
+            for held in [held for held in desk.held.values() if held.until <= now]:
+                del desk.held[held.key]
                 reason = desk.buffer.limiter.reason(held.message.batch_size) or f"the run is {self.state}"
                 self.requests.refuse(
                     held.peer, held.message, Refused("deadline", f"no batch in time: {reason}")
@@ -318,21 +336,19 @@ class ReplayService(Service):
 
     def on_sample_request(self, message: SampleRequest, incoming: Incoming) -> None:
         desk = self._desk_of(message.token, incoming.peer)
-        held = ((sample.message.token, sample.message.draw) for sample in desk.held)
-        if (message.token, message.draw) in held:
-            return  # the learner repeats itself
-        desk.held.append(HeldSample(incoming.peer, message, time.monotonic() + 0.9 * message.deadline_s))
+        held = HeldSample(incoming.peer, message, time.monotonic() + 0.9 * message.deadline_s)
+        desk.held.setdefault(held.key, held)  # unless the learner repeats itself
 
     def _serve(self, agent: str, desk: AgentDesk) -> bool:
         """Serves what the limiter allows; True when it stopped for fairness alone."""
         for _ in range(BATCHES_A_TURN):
             if not desk.held or self.held or self.state in ("paused", "finished"):
                 return False
-            sample = desk.held[0]
-            repeated = (sample.message.token.number, sample.message.draw) in desk.served
+            key, sample = next(iter(desk.held.items()))
+            repeated = key in desk.served
             if not repeated and not desk.buffer.limiter.can_sample(sample.message.batch_size):
                 return False
-            desk.held.popleft()
+            del desk.held[key]
             self._serve_one(desk, sample, repeated)
             if desk.withheld and not desk.buffer.limiter.inserts_ahead():
                 self._release_withheld(agent, desk)
@@ -346,7 +362,7 @@ class ReplayService(Service):
         except Refused as error:
             self.requests.refuse(sample.peer, message, error)
             return
-        desk.served.append((message.token.number, message.draw))
+        desk.remember(sample.key)
         self.counters["batches"] += 1
         batch = Batch(request=message.request, token=message.token, draw=message.draw)
         self.requests.reply(sample.peer, batch, arrays)
@@ -408,10 +424,9 @@ class ReplayService(Service):
 
     def _buffer_stats(self, desk: AgentDesk, now: float) -> BufferStats:
         self._note_blocked(desk, now)
-        batch_size = desk.held[0].message.batch_size if desk.held else 1
         limiter = LimiterStats(
             blocked=desk.blocked,
-            reason=desk.buffer.limiter.reason(batch_size) if desk.blocked else "",
+            reason=desk.buffer.limiter.reason(desk.batch_size) if desk.blocked else "",
             since_s=now - desk.blocked_since if desk.blocked else 0.0,
             samples_per_insert=desk.buffer.limiter.samples_per_insert,
             min_steps=desk.buffer.limiter.min_steps,

@@ -70,14 +70,13 @@ class SumTree:
             raise ValueError(f"{leaves.shape} leaves for a tree of {self.capacity}")
         self.set_range(0, leaves)
 
-    def draw(self, targets: Floats) -> tuple[Ints, Leaves, float]:
-        """For each target in [0, total) the leaf whose share of the running sum holds it; the values of these
-        leaves; the smallest of them. Uses up `targets`."""
+    def draw(self, targets: Floats, found: Ints, values: Leaves) -> float:
+        """For each target in [0, total) the leaf whose share of the running sum holds it, into `found`, and
+        these leaves' values; returns the smallest of those. Uses up `targets`."""
         if not self.total > 0.0:
             raise ValueError("nothing to draw: every leaf is 0")
-        found, values = np.empty(len(targets), np.int64), np.empty(len(targets), np.float32)
-        smallest = tree_draw(self._all_leaves, self._running, self._offsets, targets, found, values)
-        return found, values, smallest
+        smallest: float = tree_draw(self._all_leaves, self._running, self._offsets, targets, found, values)
+        return smallest
 
 
 def _padded(length: int) -> int:

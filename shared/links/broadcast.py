@@ -14,8 +14,9 @@ from typing import Any
 
 import zmq
 
-from shared.codec import Arrays, Received, decode, encode
+from shared.codec import Received, decode, encode
 from shared.errors import BadMessage
+from shared.layout import Arrays
 from shared.links.sockets import ConnectionWatch, make_socket
 from shared.logs import get_logger
 from shared.loop import Loop
@@ -49,7 +50,7 @@ class Broadcaster:
         loop.on_readable(self._watch.socket, self._watch.receive)
 
     def send(self, topic: bytes, message: Message, arrays: Arrays | None = None) -> None:
-        frames = encode(message.model_copy(update={"run": self._run}), arrays)
+        frames = encode(message, arrays, self._run)
         self._socket.send_multipart([topic, *frames], zmq.NOBLOCK, copy=False)
 
     def close(self) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import zmq
 
-from shared.codec import Arrays, Received, decode, encode
+from shared.codec import Received, decode, encode
 from shared.errors import BadMessage, PeerSilent, Refused, RookeryError, StaleToken
-from shared.links.sockets import ConnectionWatch, make_socket
+from shared.layout import Arrays
+from shared.links.sockets import ConnectionWatch, has_message, make_socket
 from shared.logs import get_logger
 from shared.loop import Loop
 from shared.messages import ErrorReply, Hello, Message, Reply, Request
@@ -75,7 +76,7 @@ class RequestSender:
         """Sends a request and repeats it every `retry_s` until it is answered or `timeout_s` is over."""
         number = self._next_request
         self._next_request += 1
-        stamped = message.model_copy(update={"request": number, "run": self.run, "deadline_s": timeout_s})
+        stamped = message.model_copy(update={"request": number, "deadline_s": timeout_s})
         now = time.monotonic()
         pending = _Pending(
             stamped, arrays, on_reply, on_failure or _log_failure, now + timeout_s, retry_s, now + retry_s
@@ -86,7 +87,7 @@ class RequestSender:
 
     def tell(self, message: Message, arrays: Arrays | None = None) -> bool:
         """Sends a message that is not answered. False: the queue is full, it was dropped and counted."""
-        return self._send(message.model_copy(update={"run": self.run}), arrays)
+        return self._send(message, arrays)
 
     def call(self, message: Request, arrays: Arrays | None = None, timeout_s: float = 10.0) -> Received:
         """Asks and waits for the answer while the loop goes on; for start-up, never inside a handler."""
@@ -107,12 +108,10 @@ class RequestSender:
     def receive(self) -> None:
         """Takes what has arrived, up to a bound."""
         for _ in range(MESSAGES_A_TURN):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not has_message(self._socket):
                 return
             try:
-                self._take(decode(frames))
+                self._take(decode(self._socket.recv_multipart(zmq.NOBLOCK, copy=False)))
             except BadMessage as error:
                 self.counters["bad_messages"] += 1
                 log.warning("bad answer dropped", endpoint=self.endpoint, reason=str(error))
@@ -146,7 +145,7 @@ class RequestSender:
 
     def _send(self, message: Message, arrays: Arrays | None) -> bool:
         try:
-            self._socket.send_multipart(encode(message, arrays), zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart(encode(message, arrays, self.run), zmq.NOBLOCK, copy=False)
         except zmq.Again:
             self.counters["send_queue_full"] += 1
             return False
@@ -219,17 +218,16 @@ class RequestReceiver:
     def receive(self) -> None:
         """Takes what has arrived, up to a bound, and dispatches it."""
         for _ in range(MESSAGES_A_TURN):
-            try:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not has_message(self._socket):
                 return
+            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             self._dispatch(peer.bytes, frames)
 
     def reply(self, peer: bytes, message: Message, arrays: Arrays | None = None) -> bool:
         """Sends to one peer. False: it is gone or does not read; dropped and counted."""
-        stamped = message.model_copy(update={"run": self.run})
+        frames = encode(message, arrays, self.run)
         try:
-            self._socket.send_multipart([peer, *encode(stamped, arrays)], zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
         except (zmq.Again, zmq.ZMQError) as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

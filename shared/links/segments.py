@@ -13,9 +13,10 @@ from typing import Any
 
 import zmq
 
-from shared.codec import Arrays, decode, encode
+from shared.codec import decode, encode
 from shared.errors import BadMessage
-from shared.links.sockets import ConnectionWatch, make_socket
+from shared.layout import Arrays
+from shared.links.sockets import ConnectionWatch, has_message, make_socket
 from shared.logs import get_logger
 from shared.loop import Loop
 from shared.messages import Segment
@@ -49,7 +50,7 @@ class SegmentSender:
 
     def send(self, segment: Segment, arrays: Arrays) -> bool:
         """Queues a segment. False: the queue is full or nobody is there; the loop wakes when that changes."""
-        frames = encode(segment.model_copy(update={"run": self._run}), arrays)
+        frames = encode(segment, arrays, self._run)
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -90,12 +91,10 @@ class SegmentReceiver:
     def receive(self) -> None:
         """Takes what has arrived, up to a bound, so that samples are served in between."""
         for _ in range(SEGMENTS_A_TURN):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not has_message(self._socket):
                 return
             try:
-                self._take(frames)
+                self._take(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
             except BadMessage as error:
                 self.counters["bad_segments"] += 1
                 log.warning("bad segment dropped", reason=str(error))

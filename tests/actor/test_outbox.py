@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.actor.outbox import GO_BACK_PAUSE_S, Outbox
-from shared.codec import Arrays
 from shared.errors import BrokenInvariant
+from shared.layout import Arrays
 from shared.messages import Mark, Segment
 
 AGENT = "agent_0"

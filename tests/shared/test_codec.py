@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from shared.codec import MAX_HEADER_BYTES, checksum, decode, encode
 from shared.errors import BadMessage
+from shared.layout import MAX_ARRAYS, pack
 from shared.messages import (
     AgentStatus,
     AnyMessage,
@@ -199,12 +200,12 @@ def header(**fields: Any) -> bytes:
     return json.dumps({"kind": "done", "protocol": 1} | fields).encode()
 
 
-def array_header(shape: list[int], name: str = "a", dtype: str = "float32") -> dict[str, Any]:
-    return {"name": name, "dtype": dtype, "shape": shape}
+def described(shape: list[int], name: str = "a", dtype: str = "float32") -> str:
+    return f"{name} {dtype}[{','.join(str(side) for side in shape)}]"
 
 
 ARRAYS = st.dictionaries(
-    st.text(max_size=8).filter(lambda name: name.isascii()),
+    st.from_regex(r"[A-Za-z0-9_./-]{1,8}", fullmatch=True),
     st.sampled_from(list(DType)).flatmap(
         lambda dtype: hnp.arrays(
             dtype.numpy, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
@@ -236,7 +237,7 @@ def test_arrays_of_any_type_and_shape_come_back_bit_for_bit(
     """Every type and shape survives, empty and 0-dimensional ones included, in their order."""
     received = decode(wire(message, arrays))
     assert list(received.arrays) == list(arrays)
-    assert received.message.model_copy(update={"arrays": ()}) == message
+    assert received.message.model_copy(update={"arrays": ""}) == message
     for name, array in arrays.items():
         found = received.arrays[name]
         assert (found.dtype, found.shape) == (array.dtype, array.shape)
@@ -258,12 +259,34 @@ def test_array_that_is_not_contiguous_comes_back_equal(view: np.ndarray) -> None
     np.testing.assert_array_equal(decode(wire(Done(), {"a": view})).arrays["a"], view)
 
 
-def test_contiguous_array_is_sent_from_where_it_lies() -> None:
-    """No copy is made on the way out: the frame is the array's own memory."""
+def test_packed_arrays_are_sent_from_where_they_lie() -> None:
+    """No copy is made on the way out: the frame is the block itself."""
+    packed = pack({"a": np.zeros(4, np.uint8), "b": np.zeros(2)})
+    frame = encode(Done(), packed)[1]
+    packed["a"][:] = 7
+    assert bytes(frame)[:4] == b"\x07" * 4
+
+
+def test_other_arrays_are_copied_so_that_later_changes_do_not_travel() -> None:
+    """What was encoded stays as it was, however long it waits in a queue."""
     array = np.zeros(4, np.uint8)
     frame = encode(Done(), {"a": array})[1]
     array[:] = 7
-    assert bytes(frame) == b"\x07" * 4
+    assert bytes(frame) == b"\x00" * 4
+
+
+def test_every_array_begins_at_a_multiple_of_64_bytes() -> None:
+    """Aligned for any machine, and the gaps are zeros: nothing of our memory travels with them."""
+    first, second = np.full(3, 255, np.uint8), np.full((2, 2), -1.0)
+    data = wire(Done(), {"a": first, "b": second})[1]
+    assert data == first.tobytes() + bytes(61) + second.tobytes()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a;b", "ä", "x" * 129])
+def test_array_name_that_cannot_travel_is_refused_where_it_is_sent(name: str) -> None:
+    """A name that no header could carry is the sender's mistake."""
+    with pytest.raises(ValueError, match="description of an array"):
+        encode(Done(), {name: np.zeros(1)})
 
 
 def test_zmq_frames_give_views_on_them() -> None:
@@ -286,9 +309,11 @@ def test_array_frame_of_the_wrong_length_is_a_bad_message(cut: int) -> None:
 def test_frames_missing_or_too_many_are_a_bad_message() -> None:
     """The number of frames must be what the header announces."""
     frames = wire(Done(), {"a": np.zeros(3), "b": np.zeros(2)})
-    for wrong, arrived in ((frames[:1], 0), (frames[:2], 1), ([*frames, b""], 3)):
-        with pytest.raises(BadMessage, match=f"2 arrays announced, {arrived} arrived"):
+    for wrong in (frames[:1], [*frames, b""]):
+        with pytest.raises(BadMessage, match=f"{len(wrong)} frames arrived, its header announces 2"):
             decode(wrong)
+    with pytest.raises(BadMessage, match="2 frames arrived, its header announces 1"):
+        decode([wire(Done())[0], b""])
     with pytest.raises(BadMessage, match="without frames"):
         decode([])
 
@@ -320,15 +345,32 @@ def test_header_with_an_impossible_field_is_a_bad_message(fields: dict[str, obje
 
 def test_array_name_that_comes_twice_is_a_bad_message() -> None:
     """One name means one array."""
-    head = header(arrays=[array_header([1]), array_header([1])])
-    with pytest.raises(BadMessage, match="'a' twice"):
-        decode([head, b"1234", b"1234"])
+    head = header(arrays=f"{described([1])};{described([1])}")
+    with pytest.raises(BadMessage, match="twice"):
+        decode([head, bytes(68)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a", "a float32", "a float32[", "a float32[-1]", "a float32[1,]", "a object[1]", "a float32[1];", ";"],
+)
+def test_nonsense_in_place_of_a_layout_is_a_bad_message(text: str) -> None:
+    """What does not describe arrays is refused with the words that do not."""
+    with pytest.raises(BadMessage):
+        decode([header(arrays=text), bytes(4)])
+
+
+def test_more_arrays_than_allowed_are_a_bad_message() -> None:
+    """The number of arrays is bounded before they are described."""
+    text = ";".join(described([0], f"a{n}") for n in range(MAX_ARRAYS + 2))
+    with pytest.raises(BadMessage):
+        decode([header(arrays=text), b""])
 
 
 @pytest.mark.parametrize("shape", [[2**39], [2**39] * 8, [1 << 28, 2]])
 def test_announced_shape_too_large_is_refused_before_anything_is_allocated(shape: list[int]) -> None:
     """A few bytes cannot make a receiver ask for much memory."""
-    head = header(arrays=[array_header(shape)])
+    head = header(arrays=described(shape))
     tracemalloc.start()
     try:
         with pytest.raises(BadMessage, match="limit"):
@@ -342,7 +384,7 @@ def test_announced_shape_too_large_is_refused_before_anything_is_allocated(shape
 def test_empty_shape_with_impossible_sides_is_a_bad_message(shape: list[int]) -> None:
     """A zero among huge sides makes no bytes, but numpy has no such array."""
     with pytest.raises(BadMessage):
-        decode([header(arrays=[array_header(shape)]), b""])
+        decode([header(arrays=described(shape)), b""])
 
 
 @settings(max_examples=100, deadline=None)
@@ -356,7 +398,7 @@ def test_decode_of_any_announced_shape_raises_only_bad_message(
 ) -> None:
     """Whatever shape a header announces, the answer is an array of it or BadMessage."""
     try:
-        received = decode([header(arrays=[array_header(shape, dtype=dtype)]), data])
+        received = decode([header(arrays=described(shape, dtype=dtype)), data])
     except BadMessage:
         return
     assert list(received.arrays["a"].shape) == shape

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import zmq
 
-from shared.codec import Array, Arrays, Received, encode
+from shared.codec import Received, encode
 from shared.errors import BadMessage, PeerSilent, Refused, RookeryError, SpecMismatch, StaleToken
+from shared.layout import Array, Arrays
 from shared.links.broadcast import NOTICES, Broadcaster, BroadcastListener, weights_topic
 from shared.links.requests import Incoming, RequestReceiver, RequestSender
 from shared.links.segments import SegmentReceiver, SegmentSender

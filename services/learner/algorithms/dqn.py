@@ -30,8 +30,8 @@ from services.learner.training import (
     to_tensors,
     under_prefix,
 )
-from shared.codec import Arrays
 from shared.config import LearnerConfig
+from shared.layout import Arrays
 from shared.logs import get_logger
 from shared.networks import QNetwork, flat_input
 from shared.specs import AgentSpec
