@@ -24,8 +24,9 @@ import zmq
 
 from rookery.run_directory import free_ports
 from services.replay.buffer import AgentBuffer
-from shared.codec import Received, checksum
+from shared.codec import Received, pack_segment, segment_checksum
 from shared.config import Config, build_config
+from shared.layout import Arrays, Packed
 from shared.links.requests import RequestSender
 from shared.links.segments import SegmentSender
 from shared.loop import Loop
@@ -105,7 +106,7 @@ class Stream:
 
     def __init__(self, agent: str, number: int, spec: AgentSpec = FLAT) -> None:
         self.agent, self.number, self.spec = agent, number, spec
-        self.incarnation = f"{number:032x}"
+        self.incarnation = uuid.uuid4().hex
         rng = np.random.default_rng(number)
         rows = SEGMENT_STEPS + 1
         shape = (rows, *spec.observation.shape)
@@ -126,7 +127,7 @@ class Stream:
         arrays["observation"].reshape(SEGMENT_STEPS + 1, -1)[:, 0] = sequence % 251
         return arrays
 
-    def segment(self, sequence: int, arrays: dict[str, Array]) -> Segment:
+    def segment(self, sequence: int, arrays: Arrays) -> Segment:
         return Segment(
             incarnation=self.incarnation,
             agent=self.agent,
@@ -138,14 +139,14 @@ class Stream:
             before=0,
             owned=SEGMENT_STEPS,
             rows=SEGMENT_STEPS + 1,
-            checksum=checksum(arrays[column.name] for column in self.spec.columns),
+            checksum=segment_checksum(pack_segment(self.spec, arrays)),
         )
 
 
 def fill(buffer: AgentBuffer, seed: int = 0) -> Stream:
     """Fills the ring with segments of one stream, and spreads the priorities."""
     stream = Stream(buffer.agent, 2**32 + seed, buffer.spec)
-    arrays = stream.arrays(1)
+    arrays = pack_segment(buffer.spec, stream.arrays(1))
     template = stream.segment(1, arrays)
     for sequence in range(1, buffer.capacity_steps // SEGMENT_STEPS + 1):
         update = {"sequence": sequence, "produced_steps": SEGMENT_STEPS * sequence}
@@ -289,9 +290,10 @@ class Actor:
         self._sender = SegmentSender(
             self._context, self.loop, replay.segments, run=RUN, queue=window, max_message_bytes=limit
         )
-        self._window: deque[tuple[Segment, dict[str, Array]]] = deque()
-        self._arrays = stream.arrays(0)
-        self._template = stream.segment(1, self._arrays)
+        self._window: deque[tuple[Segment, Packed]] = deque()
+        self._arrays = pack_segment(stream.spec, stream.arrays(0))
+        stamp = {"run": RUN, "arrays": self._arrays.layout.text}
+        self._template = stream.segment(1, self._arrays).model_copy(update=stamp)
         self.sequence = self.acknowledged = 0
         self._cursor = 1
         self._reported = 0.0

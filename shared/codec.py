@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pydantic
+import xxhash
 import zmq
 
 from shared.errors import BadMessage, SpecMismatch
-from shared.layout import Arrays, pack, parse_layout
+from shared.layout import Arrays, Layout, Packed, layout_of, pack, parse_layout
 from shared.messages import ANY_MESSAGE, Message
 from shared.specs import AgentSpec
 
@@ -33,17 +34,22 @@ class Received:
     """A message as it came in, with its arrays as views on its data frame: for reading only."""
 
     message: Message
-    arrays: dict[str, Array]
+    arrays: Arrays
 
 
 def encode(message: Message, arrays: Arrays | None = None, run: str | None = None) -> list[Buffer]:
     """The frames of a message, stamped with its run. Arrays that are `Packed` are not copied."""
-    stamp: dict[str, str] = {} if run is None else {"run": run}
+    run = message.run if run is None else run
     if not arrays:
-        return [message.model_copy(update=stamp).model_dump_json().encode()]
+        return [_stamped(message, run, "").model_dump_json().encode()]
     packed = pack(arrays)
-    stamp["arrays"] = packed.layout.text
-    return [message.model_copy(update=stamp).model_dump_json().encode(), packed.block.data]
+    return [_stamped(message, run, packed.layout.text).model_dump_json().encode(), packed.block.data]
+
+
+def _stamped(message: Message, run: str, arrays: str) -> Message:
+    if message.run == run and message.arrays == arrays:
+        return message
+    return message.model_copy(update={"run": run, "arrays": arrays})
 
 
 def decode(frames: Sequence[zmq.Frame | bytes]) -> Received:
@@ -67,7 +73,7 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Received:
         raise BadMessage(
             f"{message.kind}: {message.arrays[:200]} needs {layout.nbytes} bytes, its frame has {data.nbytes}"
         )
-    return Received(message, layout.views(data))
+    return Received(message, Packed(layout, np.frombuffer(data, np.uint8)))
 
 
 def _buffer(frame: zmq.Frame | bytes) -> memoryview:
@@ -93,17 +99,26 @@ def _bytes_of(array: Array) -> memoryview:
     return array.data.cast("B") if array.size else memoryview(b"")
 
 
-def check_segment_arrays(spec: AgentSpec, rows: int, arrays: Arrays) -> None:
-    """Refuses arrays that are not exactly the agent's columns with `rows` observations."""
-    expected = {column.name for column in spec.columns}
-    if set(arrays) != expected:
-        raise SpecMismatch(f"arrays {sorted(arrays)} where {sorted(expected)} were expected")
-    for column in spec.columns:
-        length = rows if column.per == "observation" else rows - 1
-        array = arrays[column.name]
-        wanted = (length, *column.shape)
-        if array.shape != wanted or array.dtype != column.dtype.numpy:
-            raise SpecMismatch(
-                f"{column.name}: {array.dtype}{list(array.shape)} where "
-                f"{column.dtype}{list(wanted)} was expected"
-            )
+def pack_segment(spec: AgentSpec, arrays: Arrays) -> Packed:
+    """A segment's arrays as they travel: in the order of the agent's columns."""
+    if isinstance(arrays, Packed):
+        return arrays
+    names = [column.name for column in spec.columns]
+    if set(arrays) != set(names):
+        raise SpecMismatch(f"arrays {sorted(arrays)} where {sorted(names)} were expected")
+    return pack({name: arrays[name] for name in names})
+
+
+def segment_checksum(packed: Packed) -> int:
+    """xxh3 over the data frame of a segment, gaps included: a sixteenth of the time that crc32 takes."""
+    return xxhash.xxh3_64_intdigest(packed.block.data)
+
+
+def segment_layout(spec: AgentSpec, rows: int) -> Layout:
+    """What the data frame of a segment with `rows` observations must be."""
+    return layout_of(
+        tuple(
+            (column.name, column.dtype.numpy, (rows - (column.per == "step"), *column.shape))
+            for column in spec.columns
+        )
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -48,25 +48,35 @@ class Layout:
     """All arrays of a message."""
 
     text: str
-    places: tuple[Place, ...]
+    places: dict[str, Place]
     offsets: npt.NDArray[np.int64]
     nbytes: int
 
-    def views(self, block: Block | memoryview) -> dict[str, Array]:
-        """The arrays in a block of `nbytes`, without a copy."""
-        return {
-            place.name: np.ndarray(place.shape, place.dtype, block, place.offset) for place in self.places
-        }
 
+class Packed(Mapping[str, Array]):
+    """Arrays that lie in one block as they travel. Views on it are made when they are asked for."""
 
-class Packed(dict[str, Array]):
-    """Arrays that lie in one block as they travel."""
-
-    __slots__ = ("block", "layout")
+    __slots__ = ("_views", "block", "layout")
 
     def __init__(self, layout: Layout, block: Block) -> None:
-        super().__init__(layout.views(block))
         self.layout, self.block = layout, block
+        self._views: dict[str, Array] = {}
+
+    def __getitem__(self, name: str) -> Array:
+        view = self._views.get(name)
+        if view is None:
+            place = self.layout.places[name]
+            view = self._views[name] = np.ndarray(place.shape, place.dtype, self.block, place.offset)
+        return view
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.places)
+
+    def __len__(self) -> int:
+        return len(self.layout.places)
+
+    def __repr__(self) -> str:
+        return f"Packed({self.layout.text})"
 
 
 def pack(arrays: Arrays) -> Packed:
@@ -103,10 +113,11 @@ def parse_layout(text: str) -> Layout:
         end = place.offset + place.nbytes
     if end > MAX_BYTES:
         raise BadMessage(f"arrays of {end} bytes; the limit is {MAX_BYTES}")
-    if len({place.name for place in places}) != len(places):
+    named = {place.name: place for place in places}
+    if len(named) != len(places):
         raise BadMessage(f"an array's name twice in {text[:200]!r}")
     offsets = np.array([place.offset for place in places], np.int64)
-    return Layout(text, tuple(places), offsets, end)
+    return Layout(text, named, offsets, end)
 
 
 def _parse_place(part: str, offset: int) -> Place:

@@ -109,7 +109,7 @@ class Segment(Message):
     before: Annotated[int, Field(ge=0, lt=2**16)]
     owned: Annotated[int, Field(ge=1, lt=2**16)]
     rows: Annotated[int, Field(ge=2, lt=2**16)]
-    checksum: Annotated[int, Field(ge=0, lt=2**32)]  # crc32 over the arrays in column order
+    checksum: Annotated[int, Field(ge=0, lt=2**64)]  # xxh3 over the data frame
 
 
 class StreamReport(Request):

@@ -21,10 +21,10 @@ from services.actor.exploration import epsilons
 from services.actor.outbox import Outbox
 from services.actor.rollout import Played, Rollout
 from services.actor.segments import Cut
-from shared.codec import Received, checksum
+from shared.codec import Received, segment_checksum
 from shared.config import Config
 from shared.errors import ConfigError, Refused, RookeryError, SpecMismatch, WorldError
-from shared.layout import Arrays
+from shared.layout import Arrays, pack
 from shared.links.broadcast import BroadcastListener
 from shared.links.requests import RequestSender
 from shared.links.segments import SegmentSender
@@ -173,7 +173,10 @@ class ActorService(Service):
     def _take(self, agent: str, cut: Cut) -> None:
         """Gives a finished segment its place in its stream."""
         assert self.index is not None
+        packed = pack(cut.arrays)
         segment = Segment(
+            run=self.params.run,
+            arrays=packed.layout.text,
             incarnation=self.incarnation,
             agent=agent,
             sequence=self.outbox.next_sequence(agent),
@@ -184,11 +187,11 @@ class ActorService(Service):
             before=cut.before,
             owned=cut.owned,
             rows=cut.rows,
-            checksum=checksum(cut.arrays.values()),
+            checksum=segment_checksum(packed),
         )
         if self.journal is not None:
             _write_journal(self.journal, segment)
-        self.outbox.add(segment, cut.arrays)
+        self.outbox.add(segment, packed)
 
     def _pump(self) -> None:
         for agent in self.agents:

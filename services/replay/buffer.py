@@ -23,7 +23,7 @@ from services.replay.recycler import Recycler
 from services.replay.ring import Array, Ints, Ring
 from services.replay.streams import Streams
 from services.replay.sum_tree import Leaves, SumTree
-from shared.codec import check_segment_arrays, checksum
+from shared.codec import pack_segment, segment_checksum
 from shared.errors import Refused, SpecMismatch, StaleToken
 from shared.layout import Arrays, Layout, Packed, layout_of
 from shared.messages import Segment
@@ -33,6 +33,7 @@ Verdict = Literal["stored", "duplicate", "gap"]
 FIRST_PRIORITY = 1.0
 
 _BYTE = np.dtype(np.uint8)
+_NO_ACTIONS = np.empty(0, np.int64)
 _PASSED_ON = ("action", "control", "version")  # columns of a step that a batch has as they are
 _COMPUTED: dict[str, np.dtype[Any]] = {
     "return": np.dtype(np.float32),
@@ -84,45 +85,60 @@ class AgentBuffer:
 
     def insert(self, segment: Segment, arrays: Arrays, now: float | None = None) -> Verdict:
         """Stores the next segment of its stream; nothing is written for one that is refused."""
-        self._check(segment, arrays)
+        packed = self._check(segment, arrays)
         judgement = self._streams.judge(segment.incarnation, segment.sequence)
         if judgement != "next":
             self._state[f"{judgement}s_dropped"] += segment.owned
             return judgement
-        self._check_contents(segment, arrays)
+        self._check_contents(segment, packed)
         stored = self._streams.stored_steps_of(segment.incarnation) + segment.owned
         self._make_room()
-        slot = self._ring.insert(segment, arrays, stored, self.max_priority)
+        slot = self._ring.insert(segment, packed, stored, self.max_priority)
         self._streams.advance(
             segment.incarnation, segment.sequence, stored, segment.produced_steps, _monotonic(now)
         )
         self._make_drawable(slot, segment.owned)
         return "stored"
 
-    def _check(self, segment: Segment, arrays: Arrays) -> None:
+    def _check(self, segment: Segment, arrays: Arrays) -> Packed:
+        """The arrays as they travelled, if they can be this segment's by their types and shapes."""
         if segment.agent != self.agent:
             raise SpecMismatch(f"a segment of {segment.agent!r} for the buffer of {self.agent!r}")
         if problem := self._ring.misfit(segment.before, segment.owned, segment.rows):
             raise SpecMismatch(f"segment {segment.sequence}: {problem}")
-        check_segment_arrays(self.spec, segment.rows, arrays)
+        packed = pack_segment(self.spec, arrays)
+        expected = self._ring.segment_layout(segment.rows).text
+        if packed.layout.text != expected:
+            raise SpecMismatch(
+                f"segment {segment.sequence}: {packed.layout.text[:1_000]} where {expected} was expected"
+            )
+        return packed
 
-    def _check_contents(self, segment: Segment, arrays: Arrays) -> None:
-        if arrays["terminated"][:-1].any() or arrays["truncated"][:-1].any():
-            raise SpecMismatch(f"segment {segment.sequence} goes on after the end of its episode")
-        self._check_values(segment, arrays)
-        found = checksum(arrays[column.name] for column in self.spec.columns)
+    def _check_contents(self, segment: Segment, packed: Packed) -> None:
+        found = segment_checksum(packed)
         if found != segment.checksum:
             raise SpecMismatch(
                 f"segment {segment.sequence}: checksum {found}, its header says {segment.checksum}"
             )
+        if flaw := self._flaw(packed):
+            raise SpecMismatch(f"segment {segment.sequence}: {flaw}")
 
-    def _check_values(self, segment: Segment, arrays: Arrays) -> None:
-        """A row that no learner could train on must not be drawn again and again."""
-        discrete = self.spec.discrete
-        if discrete is not None and not ((arrays["action"] >= 0) & (arrays["action"] < discrete.n)).all():
-            raise SpecMismatch(f"segment {segment.sequence}: an action outside 0 to {discrete.n - 1}")
-        if not np.isfinite(arrays["reward"]).all():
-            raise SpecMismatch(f"segment {segment.sequence}: a reward that is not finite")
+    def _flaw(self, packed: Packed) -> str:
+        """Why no learner could train on these rows, which must not be drawn again and again; else empty."""
+        action = packed["action"] if self.spec.discrete else _NO_ACTIONS
+        actions = self.spec.discrete.n if self.spec.discrete else 0
+        flaw = kernels.flaw_of(
+            _behaved(packed["terminated"]),
+            _behaved(packed["truncated"]),
+            _behaved(packed["reward"]),
+            _behaved(action),
+            actions,
+        )
+        if flaw == kernels.ENDS_EARLY:
+            return "it goes on after the end of its episode"
+        if flaw == kernels.ACTION_OUTSIDE:
+            return f"an action outside 0 to {actions - 1}"
+        return "a reward that is not finite" if flaw else ""
 
     def _make_room(self) -> None:
         self._tree.set_range(self._ring.next_slot * self.segment_steps, 0.0, self.segment_steps)
@@ -208,10 +224,7 @@ class AgentBuffer:
         if priority.dtype != np.float32:
             with np.errstate(over="ignore"):
                 priority = priority.astype(np.float32)
-        # Views on frames may lie at odd addresses or be read-only: both would be compiled for once more.
-        index, generation, priority = (
-            array if array.flags.behaved else array.copy() for array in (index, generation, priority)
-        )
+        index, generation, priority = _behaved(index), _behaved(generation), _behaved(priority)
         accepted, kept = np.empty(len(index), np.int64), np.empty(len(index), np.float32)
         ring = self._ring
         if ring.watcher is not None:
@@ -380,6 +393,11 @@ class AgentBuffer:
 
 def _monotonic(now: float | None) -> float:
     return time.monotonic() if now is None else now
+
+
+def _behaved(array: Array) -> Array:
+    """Views on frames may lie at odd addresses or be read-only; kernels would be compiled for those again."""
+    return array if array.flags.behaved else array.copy()
 
 
 def _draw_key(seed: int, agent: str) -> npt.NDArray[np.uint64]:

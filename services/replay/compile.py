@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from services.replay.buffer import AgentBuffer
-from shared.codec import checksum
+from shared.codec import pack_segment, segment_checksum
 from shared.messages import Segment
 from shared.specs import AgentSpec, Discrete, DType, vector_observation
 
@@ -57,7 +57,7 @@ def _use(buffer: AgentBuffer) -> None:
         before=0,
         owned=2,
         rows=3,
-        checksum=checksum(arrays.values()),
+        checksum=segment_checksum(pack_segment(buffer.spec, arrays)),
     )
     buffer.insert(segment, arrays)
     batch = buffer.draw(0, 2, 0.5)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,8 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from shared.codec import checksum
+from services.replay import kernels
+from shared.codec import segment_checksum, segment_layout
 from shared.errors import ConfigError
+from shared.layout import Layout, Packed
 from shared.messages import Segment
 from shared.specs import AgentSpec, Column
 
@@ -45,7 +47,8 @@ METADATA = np.dtype(
         ("before", "<u4"),
         ("owned", "<u4"),
         ("rows", "<u4"),
-        ("checksum", "<u4"),
+        ("unused", "<u4"),
+        ("checksum", "<u8"),
     ]
 )
 # What drawing needs of a slot, four slots to a cache line; in memory only, generation 0 where it is invalid.
@@ -182,6 +185,8 @@ class Ring:
         self.priority_records = map_array(directory / "priorities", priority, (slots,))
         self.priority_generation = self.priority_records["generation"]
         self.priorities = self.priority_records["raw"]
+        self._fields = self.fields(spec.columns)
+        self._layouts: dict[int, Layout] = {}  # of segments, by their rows
         self.places = np.zeros(slots, PLACE)
         self.watcher: Watcher | None = None
         self.state = State(directory / "state")
@@ -191,14 +196,12 @@ class Ring:
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def insert(
-        self, segment: Segment, arrays: Mapping[str, Array], stored_after: int, priority: float
-    ) -> int:
+    def insert(self, segment: Segment, arrays: Packed, stored_after: int, priority: float) -> int:
         """Puts a segment in the place of the oldest and commits it; the slot it got."""
         slot = self.next_slot
         self.evict()
         self.generation += 1
-        self._write_rows(slot, arrays)
+        self._write_rows(slot, segment.rows, arrays)
         self._write_metadata(slot, segment, stored_after)
         self._write_priorities(slot, priority)
         self._commit(slot)
@@ -218,11 +221,9 @@ class Ring:
         self.commit[slot] = 0
         self.places["generation"][slot] = 0
 
-    def _write_rows(self, slot: int, arrays: Mapping[str, Array]) -> None:
-        start = slot * self.slot_rows
-        for name, column in self.columns.items():
-            array = arrays[name]
-            column[start : start + len(array)] = array
+    def _write_rows(self, slot: int, count: int, arrays: Packed) -> None:
+        rows = self.packed[slot * self.slot_rows : (slot + 1) * self.slot_rows]
+        kernels.unpack_columns(arrays.block, arrays.layout.offsets, self._fields, count, rows)
 
     def _write_metadata(self, slot: int, segment: Segment, stored_after: int) -> None:
         self.metadata[slot] = (
@@ -237,6 +238,7 @@ class Ring:
             segment.before,
             segment.owned,
             segment.rows,
+            0,
             segment.checksum,
         )
 
@@ -279,7 +281,7 @@ class Ring:
             return f"generation {record['generation']} under commit {self.commit[slot]}"
         if problem := self.misfit(before, owned, rows):
             return problem
-        found = checksum(self.slot_arrays(slot).values())
+        found = segment_checksum(self.slot_arrays(slot))
         return "" if found == record["checksum"] else f"checksum {found}, not {record['checksum']}"
 
     def misfit(self, before: int, owned: int, rows: int) -> str:
@@ -295,16 +297,28 @@ class Ring:
             return f"{after} rows after the owned ones, where 1 to n_step = {self.n_step} can be"
         return ""
 
-    def slot_arrays(self, slot: int) -> dict[str, Array]:
-        """A slot's arrays as they came over the wire, as views."""
-        start, rows = slot * self.slot_rows, int(self.metadata["rows"][slot])
-        lengths = {column.name: rows - (column.per == "step") for column in self.spec.columns}
-        return {name: self.columns[name][start : start + length] for name, length in lengths.items()}
+    def slot_arrays(self, slot: int) -> Packed:
+        """A slot's arrays as they came over the wire: a copy."""
+        count = int(self.metadata["rows"][slot])
+        layout = self.segment_layout(count)
+        block = np.zeros(layout.nbytes, np.uint8)
+        rows = self.packed[slot * self.slot_rows : (slot + 1) * self.slot_rows]
+        kernels.pack_columns(rows, self._fields, count, layout.offsets, block)
+        return Packed(layout, block)
+
+    def segment_layout(self, rows: int) -> Layout:
+        """What the arrays of a segment with so many rows must be."""
+        layout = self._layouts.get(rows)
+        if layout is None:
+            layout = self._layouts[rows] = segment_layout(self.spec, rows)
+        return layout
 
     def fields(self, columns: Sequence[Column]) -> Ints:
-        """Where these columns lie in a row: [columns, (offset, bytes)]."""
+        """Where these columns lie in a row: [columns, (offset, bytes, whether a last row has none)]."""
         offsets = {name: field[1] for name, field in (row_dtype(self.spec).fields or {}).items()}
-        return np.array([(offsets[column.name], column.row_bytes) for column in columns], np.int64)
+        return np.array(
+            [(offsets[column.name], column.row_bytes, column.per == "step") for column in columns], np.int64
+        )
 
     def valid_slots(self) -> Ints:
         return np.flatnonzero(self.commit)
@@ -324,7 +338,7 @@ class Ring:
 
 def _check_layout(path: Path, spec: AgentSpec, slots: int, segment_steps: int, n_step: int) -> None:
     wanted = {
-        "format": 2,
+        "format": 3,
         "spec": spec.model_dump(mode="json"),
         "slots": slots,
         "segment_steps": segment_steps,

@@ -19,7 +19,7 @@ import zmq
 from shared.codec import Received, decode, encode
 from shared.errors import BadMessage, PeerSilent, Refused, RookeryError, StaleToken
 from shared.layout import Arrays
-from shared.links.sockets import ConnectionWatch, has_message, make_socket
+from shared.links.sockets import ConnectionWatch, make_socket
 from shared.logs import get_logger
 from shared.loop import Loop
 from shared.messages import ErrorReply, Hello, Message, Reply, Request
@@ -108,10 +108,12 @@ class RequestSender:
     def receive(self) -> None:
         """Takes what has arrived, up to a bound."""
         for _ in range(MESSAGES_A_TURN):
-            if not has_message(self._socket):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
                 return
             try:
-                self._take(decode(self._socket.recv_multipart(zmq.NOBLOCK, copy=False)))
+                self._take(decode(frames))
             except BadMessage as error:
                 self.counters["bad_messages"] += 1
                 log.warning("bad answer dropped", endpoint=self.endpoint, reason=str(error))
@@ -218,9 +220,10 @@ class RequestReceiver:
     def receive(self) -> None:
         """Takes what has arrived, up to a bound, and dispatches it."""
         for _ in range(MESSAGES_A_TURN):
-            if not has_message(self._socket):
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
                 return
-            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             self._dispatch(peer.bytes, frames)
 
     def reply(self, peer: bytes, message: Message, arrays: Arrays | None = None) -> bool:

@@ -16,7 +16,7 @@ import zmq
 from shared.codec import decode, encode
 from shared.errors import BadMessage
 from shared.layout import Arrays
-from shared.links.sockets import ConnectionWatch, has_message, make_socket
+from shared.links.sockets import ConnectionWatch, make_socket
 from shared.logs import get_logger
 from shared.loop import Loop
 from shared.messages import Segment
@@ -91,10 +91,12 @@ class SegmentReceiver:
     def receive(self) -> None:
         """Takes what has arrived, up to a bound, so that samples are served in between."""
         for _ in range(SEGMENTS_A_TURN):
-            if not has_message(self._socket):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
                 return
             try:
-                self._take(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                self._take(frames)
             except BadMessage as error:
                 self.counters["bad_segments"] += 1
                 log.warning("bad segment dropped", reason=str(error))

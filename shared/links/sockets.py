@@ -16,7 +16,6 @@ from shared.logs import get_logger
 
 log = get_logger()
 
-_READABLE = int(zmq.POLLIN)  # comparing with the enumeration itself takes longer than asking the socket
 _WATCHED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED
 
 
@@ -35,12 +34,6 @@ def make_socket(
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     return socket
-
-
-def has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether something can be received; a third of the time that trying and failing takes."""
-    events = socket.getsockopt(zmq.EVENTS)
-    return bool(events & _READABLE)  # type: ignore[operator]
 
 
 class ConnectionWatch:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from services.actor.policies import PolicyGroup
 from services.actor.segments import Cut, SegmentWriter
 from services.replay.buffer import AgentBuffer
-from shared.codec import checksum
+from shared.codec import segment_checksum
 from shared.config import NetworkConfig
+from shared.layout import pack
 from shared.messages import Segment
 from shared.specs import AgentSpec, Discrete, vector_observation
 
@@ -191,7 +192,7 @@ def insert_all(game: Game, directory: Path) -> AgentBuffer:
             before=cut.before,
             owned=cut.owned,
             rows=cut.rows,
-            checksum=checksum(cut.arrays.values()),
+            checksum=segment_checksum(pack(cut.arrays)),
         )
         assert buffer.insert(segment, cut.arrays, now=0.0) == "stored"
     return buffer

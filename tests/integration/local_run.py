@@ -21,7 +21,7 @@ from rookery.client import RunClient
 from rookery.run_directory import create_run
 from services.replay.ring import Ring, incarnation_text
 from services.replay.streams import Streams
-from shared.codec import checksum
+from shared.codec import segment_checksum
 from shared.config import Config, load_config
 from shared.errors import RookeryError
 from shared.links.requests import RequestSender
@@ -330,7 +330,7 @@ class StoredRows:
             assert sequence not in stream, f"{agent} {sequence} of {incarnation} is stored twice"
             stream[sequence] = StoredSegment(
                 owned=int(record["owned"]),
-                checksum=checksum(ring.slot_arrays(slot).values()),
+                checksum=segment_checksum(ring.slot_arrays(slot)),
                 actor_index=int(record["actor_index"]),
                 epoch=int(record["epoch"]),
             )

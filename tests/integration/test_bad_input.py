@@ -13,7 +13,8 @@ import zmq
 from conftest import MakeRun
 from local_run import LocalRun, Peer, assert_journal_equals_ring, end, wait_for
 
-from shared.codec import checksum, encode
+from shared.codec import encode, segment_checksum
+from shared.layout import pack
 from shared.messages import Hello, ReplayStatsRequest, RunStatus, Segment, SpecRequest, StatusRequest
 from shared.specs import AgentSpec
 
@@ -41,7 +42,7 @@ def make_segment(spec: AgentSpec, run: str) -> tuple[Segment, dict[str, np.ndarr
         before=0,
         owned=owned,
         rows=owned + 1,
-        checksum=checksum(arrays.values()),
+        checksum=segment_checksum(pack(arrays)),
     )
     return segment, arrays
 

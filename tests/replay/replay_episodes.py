@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from services.replay.buffer import AgentBuffer
-from shared.codec import checksum
+from shared.codec import pack_segment, segment_checksum
 from shared.messages import Segment
 from shared.specs import AgentSpec, Column, Continuous, Discrete, DType
 
@@ -148,7 +148,7 @@ class Sender:
             "actor_index": 0,
             "slot": 0,
             "epoch": 0,
-            "checksum": checksum(arrays[column.name] for column in self.spec.columns),
+            "checksum": segment_checksum(pack_segment(self.spec, arrays)),
         }
         return Segment(**(fields | lengths | changes))
 

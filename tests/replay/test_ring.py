@@ -9,6 +9,7 @@ import pytest
 from replay_episodes import Episode, Sender, make_spec
 
 from services.replay.ring import Ring
+from shared.codec import pack_segment
 from shared.errors import ConfigError
 
 SPEC = make_spec(stack=2)
@@ -25,7 +26,8 @@ def open_ring(directory: Path, slots: int = 3) -> Ring:
 
 def put(ring: Ring, sender: Sender) -> dict[str, np.ndarray]:
     (lengths, arrays), *_ = Episode(SPEC, 100 * sender.sequence, 4, "terminated").cut(4, 3)
-    ring.insert(sender.next(lengths, arrays), arrays, stored_after=sender.produced, priority=1.0)
+    packed = pack_segment(SPEC, arrays)
+    ring.insert(sender.next(lengths, arrays), packed, stored_after=sender.produced, priority=1.0)
     return arrays
 
 

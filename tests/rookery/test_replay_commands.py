@@ -21,7 +21,7 @@ from services.param_server.spec_book import SpecBook
 from services.replay.buffer import AgentBuffer
 from services.replay.service import ReplayService, check_limiter_values
 from services.replay.snapshot import Snapshot
-from shared.codec import checksum
+from shared.codec import pack_segment, segment_checksum
 from shared.config import load_config
 from shared.errors import Refused
 from shared.messages import Segment
@@ -81,7 +81,7 @@ def insert(buffer: AgentBuffer, sequence: int) -> None:
         actor_index=0,
         slot=0,
         epoch=0,
-        checksum=checksum(arrays[column.name] for column in buffer.spec.columns),
+        checksum=segment_checksum(pack_segment(buffer.spec, arrays)),
         **lengths,
     )
     assert buffer.insert(segment, arrays) == "stored"
