@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+BENCH := .venv-bench
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test test-fast lint types clean
+.PHONY: help setup train test test-fast lint types bench-replay soak-replay clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -38,5 +39,18 @@ lint: $(READY) ## ruff: rules and format
 types: $(READY) ## mypy, strict
 	$(BIN)/mypy
 
-clean: ## remove .venv and caches (runs/ stays)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+bench-replay: $(BENCH)/.ready ## replay beside other libraries and bare sockets (about 4 minutes)
+	$(BENCH)/bin/python -m bench.replay $(ARGS)
+
+soak-replay: $(READY) ## kill -9 of a loaded replay service 200 times, its files proven each time (about 8 minutes)
+	$(BIN)/python -m bench.replay_kills $(ARGS)
+
+# Other libraries live in an environment of their own: nothing of ours may come to need them.
+$(BENCH)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -e '.[bench]' -c constraints.txt
+	@touch $@
+
+clean: ## remove environments and caches (runs/ stays)
+	rm -rf $(VENV) $(BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -1,8 +1,8 @@
 """How every benchmark here measures: candidates take turns in short slices, and only ratios count.
 
-The speed of a core flips by a factor of two on shared machines. So candidates are interleaved in an order that
-changes from round to round, a small fixed calibration loop runs beside each slice, times are divided by it, and
-medians over the rounds are compared.
+The speed of a core flips by a factor of two on shared machines. So candidates are interleaved in an order
+that changes from round to round, a small fixed calibration loop runs beside each slice, times are divided by
+it, and medians over the rounds are compared.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def report(
     name: str,
     ratios: Mapping[str, float],
     bars: Mapping[str, Bar],
+    *,
     figures: Mapping[str, Any],
     packages: Sequence[str],
     notes: Sequence[str] = (),

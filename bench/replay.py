@@ -1,9 +1,10 @@
 """`make bench-replay`: Rookery's replay beside other libraries and beside bare sockets, on this machine.
 
-2^20 steps of float32[128]. In process, one core: drawing a batch and updating its priorities, beside cpprb and
-tianshou doing the same; gathering alone; the same without priorities; a whole DQN update with and without them.
-Over sockets: the service with one learner beside a bare ROUTER/DEALER echo of the same size, eight actors beside
-a bare PUSH/PULL, and three learners with eight actors at once. Exits with 1 when a ratio misses its bar.
+2^20 steps of float32[128]. In process, one core: drawing a batch and updating its priorities, beside cpprb
+and tianshou doing the same; gathering alone; the same without priorities; a whole DQN update with and without
+them. Over sockets: the service with one learner beside a bare ROUTER/DEALER echo of the same size, eight
+actors beside a bare PUSH/PULL, and three learners with eight actors at once. Exits with 1 when a ratio misses
+its bar.
 """
 
 from __future__ import annotations
@@ -75,7 +76,12 @@ def main() -> int:
         over_sockets, more = measure_service(directory, options.rounds)
         ratios |= over_sockets | measure_memory(directory)
         return report(
-            "replay", {key: ratios[key] for key in BARS}, BARS, figures | more, PACKAGES, notes=[LEFT_OUT]
+            "replay",
+            {key: ratios[key] for key in BARS},
+            BARS,
+            figures=figures | more,
+            packages=PACKAGES,
+            notes=[LEFT_OUT],
         )
 
 
@@ -385,10 +391,8 @@ def measure_mixed(files: Path) -> dict[str, Any]:
 
 
 def show_rates(title: str, figures: dict[str, Any]) -> None:
-    rows = [["", "tcp", "ipc"]]
-    for name in figures["tcp_512_per_s"]:
-        rows.append([name, *(f"{figures[f'{transport}_512_per_s'][name]:,}" for transport in ("tcp", "ipc"))])
-    table(title, rows)
+    tcp, ipc = figures["tcp_512_per_s"], figures["ipc_512_per_s"]
+    table(title, [["", "tcp", "ipc"], *([name, f"{tcp[name]:,}", f"{ipc[name]:,}"] for name in tcp)])
 
 
 def show_inserts(figures: dict[str, Any]) -> None:

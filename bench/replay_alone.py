@@ -8,12 +8,11 @@ links and codec; only the playing and the training are left out.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 import uuid
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import yaml
 import zmq
 
 from rookery.run_directory import free_ports
+from services.actor.outbox import Outbox
 from services.replay.buffer import AgentBuffer
 from shared.codec import Received, pack_segment, segment_checksum
 from shared.config import Config, build_config
@@ -192,13 +192,17 @@ class ReplayProcess:
 
 @dataclass
 class Learner:
-    """Asks for batches, `in_flight` at a time, and sends priorities back if `updates`."""
+    """Asks for batches, `in_flight` at a time, and sends priorities back if `updates`.
+
+    Two that ask for one agent must begin at draws that lie far apart: a draw is served once.
+    """
 
     config: Config
     agent: str
     batch_size: int
     in_flight: int = 4
     updates: bool = True
+    first_draw: int = 0
     batches: int = 0
     failures: int = 0
     loop: Loop = field(default_factory=Loop)
@@ -214,7 +218,7 @@ class Learner:
         )
         self._link.run = RUN
         self._token = Token(agent=self.agent, number=1)
-        self._draw = 0
+        self._draw = self.first_draw
         self._priorities = (
             np.random.default_rng(0).exponential(size=(257, self.batch_size)).astype(np.float32)
         )
@@ -274,14 +278,24 @@ class Learner:
 
 
 class Actor:
-    """Pushes segments as fast as they are taken, with the window and the going back of a real actor."""
+    """Pushes segments as fast as they are taken, with the window and the going back of the product's actors.
 
-    def __init__(self, config: Config, stream: Stream, window: int = 64) -> None:
-        self.config, self.stream, self._window_size = config, stream, window
+    `distinct`: every segment has contents of its own, which takes a few times as long to make.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        stream: Stream,
+        *,
+        distinct: bool = False,
+        on_acknowledged: Callable[[int], None] = lambda _sequence: None,
+        window: int = 64,
+    ) -> None:
+        self.stream, self._distinct, self._on_acknowledged = stream, distinct, on_acknowledged
         self.loop = Loop()
         self._context: zmq.Context[Any] = zmq.Context()
-        limit = config.limits.max_message_bytes
-        replay = config.endpoints.replay[0]
+        limit, replay = config.limits.max_message_bytes, config.endpoints.replay[0]
         self._link = RequestSender(
             self._context, self.loop, replay.requests, identity=stream.incarnation, max_message_bytes=limit
         )
@@ -290,67 +304,62 @@ class Actor:
         self._sender = SegmentSender(
             self._context, self.loop, replay.segments, run=RUN, queue=window, max_message_bytes=limit
         )
-        self._window: deque[tuple[Segment, Packed]] = deque()
-        self._arrays = pack_segment(stream.spec, stream.arrays(0))
-        stamp = {"run": RUN, "arrays": self._arrays.layout.text}
-        self._template = stream.segment(1, self._arrays).model_copy(update=stamp)
-        self.sequence = self.acknowledged = 0
-        self._cursor = 1
+        self._outbox = Outbox([stream.agent], window)
+        self._template = self._stamped(*self._made(1))
+        self._reporting = False
         self._reported = 0.0
+
+    def _made(self, sequence: int) -> tuple[Segment, Packed]:
+        arrays = pack_segment(self.stream.spec, self.stream.arrays(sequence))
+        return self.stream.segment(sequence, arrays), arrays
+
+    def _stamped(self, segment: Segment, arrays: Packed) -> tuple[Segment, Packed]:
+        return segment.model_copy(update={"run": RUN, "arrays": arrays.layout.text}), arrays
 
     def run(self, seconds: float) -> None:
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
             self._report()
-            self._fill_window()
-            sent = self._send_some()
-            self.loop.turn(block=not sent)
+            while not self._outbox.full:
+                self._outbox.add(*self._next())
+            # A full link wakes the loop when it takes more; a full window waits for acknowledgements.
+            self._outbox.pump(self.stream.agent, self._sender.send)
+            self.loop.turn(block=True)
 
-    def _fill_window(self) -> None:
-        while len(self._window) < self._window_size:
-            self.sequence += 1
-            update = {"sequence": self.sequence, "produced_steps": SEGMENT_STEPS * self.sequence}
-            self._window.append((self._template.model_copy(update=update), self._arrays))
-
-    def _send_some(self) -> bool:
-        sent = False
-        while self._cursor <= self.sequence:
-            segment, arrays = self._window[self._cursor - self.acknowledged - 1]
-            if not self._sender.send(segment, arrays):
-                break
-            self._cursor += 1
-            sent = True
-        return sent
+    def _next(self) -> tuple[Segment, Packed]:
+        sequence = self._outbox.next_sequence(self.stream.agent)
+        if self._distinct:
+            return self._stamped(*self._made(sequence))
+        segment, arrays = self._template
+        update = {"sequence": sequence, "produced_steps": SEGMENT_STEPS * sequence}
+        return segment.model_copy(update=update), arrays
 
     def _report(self) -> None:
         now = time.monotonic()
-        if now - self._reported > 0.5:
-            self._reported = now
-            report = StreamReport(
-                incarnation=self.stream.incarnation,
-                produced_steps={self.stream.agent: SEGMENT_STEPS * self.sequence},
-            )
-            self._link.ask(report, on_reply=self._on_marks, on_failure=lambda _error: None, timeout_s=2.0)
+        if self._reporting or now - self._reported < 0.5:
+            return
+        self._reporting, self._reported = True, now
+        produced = SEGMENT_STEPS * (self._outbox.next_sequence(self.stream.agent) - 1)
+        report = StreamReport(
+            incarnation=self.stream.incarnation, produced_steps={self.stream.agent: produced}
+        )
+        self._link.ask(report, on_reply=self._on_report, on_failure=self._on_silence, timeout_s=2.0)
+
+    def _on_silence(self, _error: Exception) -> None:
+        self._reporting = False
+
+    def _on_report(self, received: Received) -> None:
+        self._reporting = False
+        self._take(received, reported=True)
 
     def _on_marks(self, received: Received) -> None:
+        self._take(received, reported=False)
+
+    def _take(self, received: Received, reported: bool) -> None:
         mark = expect(received.message, StreamMarks).marks[self.stream.agent]
-        while self.acknowledged < mark.acknowledged:
-            self._window.popleft()
-            self.acknowledged += 1
-        if mark.gap:
-            self._cursor = mark.stored + 1
-        self._cursor = max(self._cursor, self.acknowledged + 1)
+        self._outbox.on_mark(self.stream.agent, mark, time.monotonic(), reported)
+        self._on_acknowledged(mark.acknowledged)
 
     def close(self) -> None:
         self.loop.close()
         self._context.destroy(linger=0)
-
-
-def wait_ready(learner: Learner, timeout_s: float = 60.0) -> float:
-    """Seconds until the service serves its first batch."""
-    return learner.first_batch(timeout_s)
-
-
-def pid_environment() -> dict[str, str]:
-    """One thread to every library."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}

@@ -1,6 +1,7 @@
 """What libzmq itself can do with messages of the same size: the floor under the service's figures.
 
-Each is a process of its own with the barest loop that works: no headers, no checks, nothing done with the bytes.
+Each is a process of its own with the barest loop that works: no headers, no checks, nothing is done with the
+bytes.
 """
 
 from __future__ import annotations

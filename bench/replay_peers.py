@@ -1,8 +1,8 @@
 """Other libraries' prioritized replay buffers, each doing the same work through its own public calls.
 
-A cycle draws a batch (observation, action, reward, next observation, end flag, weights, indices) and writes new
-priorities for its rows. Each library is used in its fastest form for that: with next observations stored beside
-the observations, which costs them twice our memory.
+A cycle draws a batch (observation, action, reward, next observation, end flag, weights, indices) and writes
+new priorities for its rows. Each library is used in its fastest form for that: with next observations stored
+beside the observations, which costs them twice our memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Cpprb:
                     rew=np.ones(count, np.float32),
                     done=np.zeros(count, bool),
                 )
-        spread(lambda index, new: self._buffer.update_priorities(index, new), size)
+        spread(self._buffer.update_priorities, size)
 
     def cycle(self, batch_size: int, priorities: Array) -> None:
         batch = self._buffer.sample(batch_size, BETA)
@@ -89,7 +89,7 @@ class Tianshou:
             # Adding a million steps one by one takes half a minute; this is how from_data fills a buffer.
             buffer.set_batch(columns)
             buffer._size = size
-        spread(lambda index, new: self._buffer.update_weight(index, new), size)
+        spread(self._buffer.update_weight, size)
 
     def cycle(self, batch_size: int, priorities: Array) -> None:
         _batch, index = self._buffer.sample(batch_size)

@@ -97,7 +97,9 @@ class AgentBuffer:
         self._streams.advance(
             segment.incarnation, segment.sequence, stored, segment.produced_steps, _monotonic(now)
         )
-        self._make_drawable(slot, segment.owned)
+        self._set_leaves(slot, segment.owned)
+        self.limiter.drawable_steps += segment.owned
+        self.limiter.inserted_steps = self._streams.stored_steps
         return "stored"
 
     def _check(self, segment: Segment, arrays: Arrays) -> Packed:
@@ -141,16 +143,19 @@ class AgentBuffer:
         return "a reward that is not finite" if flaw else ""
 
     def _make_room(self) -> None:
-        self._tree.set_range(self._ring.next_slot * self.segment_steps, 0.0, self.segment_steps)
-        freed = self._ring.evict()
+        """The oldest segment goes: from the tree first, so that nothing of it is drawn whatever comes then."""
+        slot = self._ring.next_slot
+        freed = self._ring.steps_in(slot)
+        if freed:
+            self._set_leaves(slot, 0)
+        self._ring.evict()
         self.limiter.drawable_steps -= freed
         self.limiter.full = freed > 0
 
-    def _make_drawable(self, slot: int, owned: int) -> None:
-        raw = self._ring.priorities[slot, :owned]
-        self._tree.set_range(slot * self.segment_steps, self._leaves(raw))
-        self.limiter.drawable_steps += owned
-        self.limiter.inserted_steps = self._streams.stored_steps
+    def _set_leaves(self, slot: int, owned: int) -> None:
+        """A slot's steps as drawable as new ones are; the places that it does not use not at all."""
+        start = slot * self.segment_steps
+        self._tree.set_slot(start, start + self.segment_steps, owned, self._new_leaf)
 
     # --- drawing ------------------------------------------------------------------------------------------
 
@@ -235,11 +240,16 @@ class AgentBuffer:
         if count:
             self._tree.set_checked(accepted[:count], self._leaves(kept[:count]))
             if highest > self.max_priority:
-                self._state["max_priority"] = highest
+                self._keep_max_priority(highest)
         stale = len(index) - count
         if stale:
             self._state["stale_priorities"] += stale
         return stale
+
+    def _keep_max_priority(self, priority: float) -> None:
+        """The largest |td| so far is what a new step is given."""
+        self._state["max_priority"] = self.max_priority = priority
+        self._new_leaf = self._leaves(np.full(1, priority, np.float32)).item()
 
     def _leaves(self, raw: Array) -> Leaves:
         leaves: Leaves = np.power(raw + self._epsilon, self.alpha)
@@ -250,8 +260,10 @@ class AgentBuffer:
     def _recover(self, now: float) -> None:
         valid = self._ring.valid_slots()
         self._streams.recover(self._ring.metadata[valid], now)
-        if not (math.isfinite(self.max_priority) and self.max_priority > 0):
+        kept = self._state["max_priority"]
+        if not (math.isfinite(kept) and kept > 0):
             self._state["max_priority"] = FIRST_PRIORITY
+        self._keep_max_priority(self._state["max_priority"])
         self._recover_priorities(valid)
         self._recover_limiter(valid)
 
@@ -313,10 +325,6 @@ class AgentBuffer:
     @property
     def sampled_steps(self) -> int:
         return self.limiter.sampled_steps
-
-    @property
-    def max_priority(self) -> float:
-        return float(self._state["max_priority"])
 
     def mark(self, incarnation: str) -> int:
         """The last number of this stream that is stored."""

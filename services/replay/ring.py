@@ -188,6 +188,8 @@ class Ring:
         self._fields = self.fields(spec.columns)
         self._layouts: dict[int, Layout] = {}  # of segments, by their rows
         self.places = np.zeros(slots, PLACE)
+        self._place_generation, self._owned = self.places["generation"], self.places["owned"]
+        self._evicted = -1  # the slot that was made invalid for the next insert
         self.watcher: Watcher | None = None
         self.state = State(directory / "state")
         self.generation = 0
@@ -199,7 +201,9 @@ class Ring:
     def insert(self, segment: Segment, arrays: Packed, stored_after: int, priority: float) -> int:
         """Puts a segment in the place of the oldest and commits it; the slot it got."""
         slot = self.next_slot
-        self.evict()
+        if self._evicted != slot:
+            self.evict()
+        self._evicted = -1
         self.generation += 1
         self._write_rows(slot, segment.rows, arrays)
         self._write_metadata(slot, segment, stored_after)
@@ -209,17 +213,20 @@ class Ring:
         self.next_slot = (slot + 1) % self.slots
         return slot
 
-    def evict(self) -> int:
-        """Makes the next victim invalid; how many steps that took away."""
+    def evict(self) -> None:
+        """Makes the next victim invalid."""
         if self.watcher is not None:
             self.watcher.before_insert(self.next_slot)
-        freed = int(self.metadata["owned"][self.next_slot]) if self.commit[self.next_slot] else 0
         self._invalidate(self.next_slot)
-        return freed
+        self._evicted = self.next_slot
+
+    def steps_in(self, slot: int) -> int:
+        """How many steps can be drawn from it."""
+        return int(self._owned[slot]) if self.commit[slot] else 0
 
     def _invalidate(self, slot: int) -> None:
         self.commit[slot] = 0
-        self.places["generation"][slot] = 0
+        self._place_generation[slot] = 0
 
     def _write_rows(self, slot: int, count: int, arrays: Packed) -> None:
         rows = self.packed[slot * self.slot_rows : (slot + 1) * self.slot_rows]

@@ -442,7 +442,8 @@ class ReplayService(Service):
         for desk in self.desks.values():
             total.update(desk.buffer.ledger(now, lease_s, message.closing))
             produced_by.update(desk.buffer.produced_by())
-        fields = {name: total[name] for name in Ledger.model_fields if name in total}
+        counts = (name for name, field in Ledger.model_fields.items() if field.is_required())
+        fields = {name: total[name] for name in counts}  # all 0 if no agent is kept here
         ledger = Ledger(request=message.request, produced_by=dict(produced_by), **fields)
         self.requests.reply(incoming.peer, ledger)
 

@@ -58,10 +58,18 @@ class SumTree:
         """The same for indices that are known to be inside the tree."""
         tree_assign(self._all_leaves, self._sums, self._running, self._offsets, indices, values)
 
-    def set_range(self, start: int, values: Leaves | float, count: int | None = None) -> None:
-        """Leaves start, start + 1, ... at once: an array, or `count` times one value."""
-        stop = start + (len(values) if isinstance(values, np.ndarray) else count or 0)
-        self._leaves[start:stop] = values
+    def set_range(self, start: int, values: Leaves) -> None:
+        """Leaves start, start + 1, ... at once."""
+        self._leaves[start : start + len(values)] = values
+        self._sum_up(start, start + len(values))
+
+    def set_slot(self, start: int, stop: int, used: int, value: float) -> None:
+        """Leaves start to stop: the first `used` of them to one value, the others to 0."""
+        self._leaves[start : start + used] = value
+        self._leaves[start + used : stop] = 0.0
+        self._sum_up(start, stop)
+
+    def _sum_up(self, start: int, stop: int) -> None:
         tree_sum_up(self._all_leaves, self._sums, self._running, self._offsets, start, stop)
 
     def rebuild(self, leaves: Leaves) -> None:
