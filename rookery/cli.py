@@ -149,8 +149,10 @@ def _resumed(options: argparse.Namespace) -> tuple[RunDirectory, Config]:
     if options.minutes is not None:
         total_minutes = run.elapsed_s() / 60.0 + options.minutes
         config = build_config(merged(config.model_dump(mode="json"), {"run": {"minutes": total_minutes}}))
-    if not ports_are_free(config):
+    free = ports_are_free(config)
+    if not free:
         _refuse_if_running(run, config)
+    if not free or len(config.endpoints.replay) != config.replay.services:  # now there may be more, or fewer
         config = with_free_ports(config, run.path)
     return run, config
 

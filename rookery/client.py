@@ -26,6 +26,8 @@ from shared.messages import (
     Welcome,
     expect,
 )
+from shared.placement import replay_of
+from worlds import agent_ids
 
 
 class RunClient:
@@ -78,10 +80,11 @@ class RunClient:
                 raise PeerSilent(f"{replay.instance} does not answer; try again when it runs") from None
 
     def take_snapshot(self, number: int, timeout_s: float) -> list[SnapshotTaken]:
-        """Of every replay service, one after the other, under one number."""
+        """Of every replay service that keeps agents, one after the other, under one number."""
+        agents = agent_ids(self.config.world.agents)
         parts = []
-        for endpoints in self.config.endpoints.replay:
-            link = self._open(endpoints.requests)
+        for place in sorted({replay_of(self.config, agents, agent) for agent in agents}):
+            link = self._open(self.config.endpoints.replay[place].requests)
             link.run = self.params.run
             answer = link.call(SnapshotOrder(number=number), timeout_s=timeout_s).message
             assert isinstance(answer, SnapshotTaken)

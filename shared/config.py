@@ -91,7 +91,10 @@ class ReplayConfig(Section):
     """The replay service and its limiter."""
 
     services: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many replay services share the agents (in the order of their names, in turns)."""
+    """How many replay services share the agents."""
+    placement: dict[str, int] = {}
+    """Which of them keeps an agent, by its id: {agent_0: 1}. They are numbered from 0; agents that are not
+    named here take turns in the order of their names."""
     capacity_steps: Annotated[int, Field(ge=64)] = 131_072
     """Steps kept for each agent."""
     min_steps: Annotated[int, Field(ge=1)] = 2_000
@@ -221,17 +224,19 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
-        ids = {f"agent_{number}" for number in range(self.world.agents)}
+        self._check_agents(self.agents, "agents")
+        self._check_agents(self.replay.placement, "replay.placement")
         for agent in self.agents:
-            if agent not in ids:
-                raise ValueError(
-                    f"agents.{agent}: no such agent; with world.agents = {self.world.agents} "
-                    f"they are agent_0 to agent_{self.world.agents - 1}"
-                )
             try:
                 self.learner_for(agent)
             except pydantic.ValidationError as error:
                 raise ValueError(_explain(error, LearnerConfig, f"agents.{agent}.")) from None
+        for agent, number in self.replay.placement.items():
+            if not 0 <= number < self.replay.services:
+                raise ValueError(
+                    f"replay.placement.{agent} = {number}: no such replay service; with replay.services = "
+                    f"{self.replay.services} they are 0 to {self.replay.services - 1}"
+                )
         if self.replay.min_steps > self.replay.capacity_steps:
             raise ValueError(
                 f"replay.min_steps ({self.replay.min_steps}) is more than "
@@ -243,6 +248,15 @@ class Config(Section):
                 f"heartbeat_s ({self.param_server.heartbeat_s}), or one late heartbeat loses the lease"
             )
         return self
+
+    def _check_agents(self, named: Iterable[str], key: str) -> None:
+        ids = {f"agent_{number}" for number in range(self.world.agents)}
+        for agent in named:
+            if agent not in ids:
+                raise ValueError(
+                    f"{key}.{agent}: no such agent; with world.agents = {self.world.agents} "
+                    f"they are agent_0 to agent_{self.world.agents - 1}"
+                )
 
     def learner_for(self, agent: str) -> LearnerConfig:
         """The settings of one agent's learner: `learner` with what `agents` says of it on top."""

@@ -100,6 +100,7 @@ class AgentBuffer:
         self._set_leaves(slot, segment.owned)
         self.limiter.drawable_steps += segment.owned
         self.limiter.inserted_steps = self._streams.stored_steps
+        self.limiter.full = self._ring.full
         return "stored"
 
     def _check(self, segment: Segment, arrays: Arrays) -> Packed:
@@ -143,14 +144,13 @@ class AgentBuffer:
         return "a reward that is not finite" if flaw else ""
 
     def _make_room(self) -> None:
-        """The oldest segment goes: from the tree first, so that nothing of it is drawn whatever comes then."""
+        """The oldest segment goes: from the tree first, so that nothing of it is drawn whatever comes."""
         slot = self._ring.next_slot
         freed = self._ring.steps_in(slot)
         if freed:
             self._set_leaves(slot, 0)
         self._ring.evict()
         self.limiter.drawable_steps -= freed
-        self.limiter.full = freed > 0
 
     def _set_leaves(self, slot: int, owned: int) -> None:
         """A slot's steps as drawable as new ones are; the places that it does not use not at all."""
@@ -283,21 +283,26 @@ class AgentBuffer:
         limiter.drawable_steps = int(self._ring.metadata["owned"][valid].sum())
         limiter.inserted_steps = self._streams.stored_steps
         limiter.sampled_steps = state["sampled_steps"]
-        limiter.full = len(valid) == self._ring.slots
-        limiter.offset = state["limiter_offset"] if math.isfinite(state["limiter_offset"]) else 0.0
+        limiter.full = self._ring.full
+        limiter.offset = state["limiter_offset"]
         before = (state["samples_per_insert"], state["min_steps"])
         config = (limiter.samples_per_insert, limiter.min_steps)
         if config == (state["config_samples_per_insert"], state["config_min_steps"]):
             limiter.samples_per_insert, limiter.min_steps = before  # changed while running, perhaps
         elif before not in ((0.0, 0), config):
             limiter.rebase()
+        if not math.isfinite(limiter.offset):  # it died while it was being set
+            limiter.offset = 0.0
+            limiter.rebase()
         self._keep_limiter()
         state["config_samples_per_insert"], state["config_min_steps"] = config  # after what it stands for
 
     def _keep_limiter(self) -> None:
-        self._state["limiter_offset"] = self.limiter.offset
+        # An offset belongs to its ratio: until all of them are new, who opens the files starts at balance.
+        self._state["limiter_offset"] = math.nan
         self._state["samples_per_insert"] = self.limiter.samples_per_insert
         self._state["min_steps"] = self.limiter.min_steps
+        self._state["limiter_offset"] = self.limiter.offset
 
     # --- what others ask ----------------------------------------------------------------------------------
 

@@ -189,6 +189,7 @@ class Ring:
         self._layouts: dict[int, Layout] = {}  # of segments, by their rows
         self.places = np.zeros(slots, PLACE)
         self._place_generation, self._owned = self.places["generation"], self.places["owned"]
+        self._valid = 0  # slots that hold a segment
         self._evicted = -1  # the slot that was made invalid for the next insert
         self.watcher: Watcher | None = None
         self.state = State(directory / "state")
@@ -210,6 +211,7 @@ class Ring:
         self._write_priorities(slot, priority)
         self._commit(slot)
         self.places[slot] = (self.generation, segment.before, segment.owned, segment.rows, 0)
+        self._valid += 1
         self.next_slot = (slot + 1) % self.slots
         return slot
 
@@ -220,11 +222,18 @@ class Ring:
         self._invalidate(self.next_slot)
         self._evicted = self.next_slot
 
+    @property
+    def full(self) -> bool:
+        """Whether every slot holds a segment."""
+        return self._valid == self.slots
+
     def steps_in(self, slot: int) -> int:
         """How many steps can be drawn from it."""
         return int(self._owned[slot]) if self.commit[slot] else 0
 
     def _invalidate(self, slot: int) -> None:
+        if self.commit[slot]:
+            self._valid -= 1
         self.commit[slot] = 0
         self._place_generation[slot] = 0
 
@@ -266,6 +275,7 @@ class Ring:
                 self.state["damaged_slots"] += 1
                 log.warning("slot dropped", directory=self.directory.name, slot=slot, problem=problem)
         valid = self.valid_slots()
+        self._valid = len(valid)
         for name in ("generation", "before", "owned", "rows"):
             self.places[name][valid] = self.metadata[name][valid]
         newest = valid[self.commit[valid].argmax()] if valid.size else -1

@@ -111,6 +111,9 @@ class ReplayService(Service):
     name = "replay"
 
     def __init__(self, config: Config, run_dir: Path, instance: str, number: int = 0) -> None:
+        known = len(config.endpoints.replay)
+        if not 0 <= number < known:
+            raise ConfigError(f"replay service {number}: endpoints.replay has {known}, numbered from 0")
         super().__init__(config, run_dir, instance)
         self.number = number
         self.directory = run_dir / "replay"

@@ -20,9 +20,9 @@ AGENT = "agent_0"
 GAMMA = 0.9
 
 
-def make_spec(stack: int = 2, shape: tuple[int, ...] = (2,)) -> AgentSpec:
+def make_spec(stack: int = 2, shape: tuple[int, ...] = (2,), dtype: DType = DType.INT32) -> AgentSpec:
     return AgentSpec(
-        observation=Column(name="observation", dtype=DType.INT32, shape=shape, per="observation"),
+        observation=Column(name="observation", dtype=dtype, shape=shape, per="observation"),
         stack=stack,
         discrete=Discrete(n=4),
         continuous=Continuous(size=2),
@@ -46,6 +46,13 @@ def make_buffer(directory: Path, spec: AgentSpec, **changes: Any) -> AgentBuffer
     return AgentBuffer(directory, AGENT, spec, **(settings | changes))
 
 
+def any_bits(rng: np.random.Generator, dtype: DType, shape: tuple[int, ...]) -> np.ndarray:
+    """Values of this type with all the bits that it can have: for floats also those that are no numbers."""
+    if dtype == DType.BOOL:
+        return rng.integers(0, 2, shape).astype(bool)
+    return np.frombuffer(rng.bytes(dtype.numpy.itemsize * int(np.prod(shape))), dtype.numpy).reshape(shape)
+
+
 @dataclass
 class Episode:
     """`length` steps and length + 1 observations; step t has the version `first` + t."""
@@ -58,9 +65,9 @@ class Episode:
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.first)
-        steps = self.length
+        steps, observation = self.length, self.spec.observation
         self.arrays = {
-            "observation": rng.integers(1, 2**31, (steps + 1, *self.spec.observation.shape), dtype=np.int32),
+            "observation": any_bits(rng, observation.dtype, (steps + 1, *observation.shape)),
             "action": rng.integers(0, 4, steps),
             "control": rng.random((steps, 2), dtype=np.float32),
             "reward": rng.normal(size=steps).astype(np.float32),
@@ -104,8 +111,9 @@ class Episode:
         }
 
     def _stack(self, newest: int) -> np.ndarray:
+        observations = self.arrays["observation"]
         frames = [
-            self.arrays["observation"][t] if t >= 0 else np.zeros(self.spec.observation.shape, np.int32)
+            observations[t] if t >= 0 else np.zeros_like(observations[0])
             for t in range(newest - self.spec.stack + 1, newest + 1)
         ]
         return np.stack(frames)

@@ -12,6 +12,7 @@ from replay_episodes import AGENT, Episode, Sender, assert_row, fill, make_buffe
 
 from services.replay.buffer import AgentBuffer, _draw_key
 from shared.errors import Refused, SpecMismatch, StaleToken
+from shared.specs import DType
 
 SPEC = make_spec()
 ENDS = st.sampled_from(["terminated", "truncated", ""])
@@ -127,6 +128,77 @@ def test_draw_many_batches_follows_priorities(filled: AgentBuffer) -> None:
     assert counts[~live].sum() == 0
     # Stratified draws scatter less than independent ones, so only the upper side can fail.
     assert ((counts[live] - expected) ** 2 / expected).sum() < live.sum() + 5 * np.sqrt(2 * live.sum())
+
+
+@pytest.fixture
+def uneven(tmp_path: Path) -> tuple[AgentBuffer, np.ndarray]:
+    """A buffer whose priorities span six decades in no order, and each leaf's exact probability."""
+    buffer = make_buffer(tmp_path, SPEC, capacity_steps=256)
+    fill(buffer, Sender(SPEC), [Episode(SPEC, 1000 * n, 13, "terminated") for n in range(14)])
+    rows = buffer.rows(np.flatnonzero(leaves(buffer)))
+    td = np.random.default_rng(3).permutation(np.geomspace(1e-3, 1e3, len(rows["index"])).astype(np.float32))
+    assert buffer.update_priorities(rows["index"], rows["generation"], td) == 0
+    probabilities = np.zeros(buffer.capacity_steps)
+    probabilities[rows["index"]] = (td.astype(np.float64) + 1e-3) ** 0.6
+    return buffer, probabilities / probabilities.sum()
+
+
+def test_draw_million_rows_of_uneven_priorities_follows_exact_probabilities(
+    uneven: tuple[AgentBuffer, np.ndarray],
+) -> None:
+    """A million rows pass a chi-square test, and no leaf is further off than strata allow."""
+    buffer, probabilities = uneven
+    batches, size = 245, 4096
+    counts = np.zeros(buffer.capacity_steps)
+    for n in range(batches):
+        counts += np.bincount(buffer.draw(n, size, 0.4)["index"], minlength=buffer.capacity_steps)
+    live = probabilities > 0
+    expected = batches * size * probabilities
+    assert counts.sum() == batches * size > 10**6
+    assert counts[~live].sum() == 0
+    assert live.sum() == buffer.drawable_steps == 182
+    assert expected[live].min() > 10
+    # Stratified draws scatter less than independent ones, so only the upper side can fail.
+    squares = (counts[live] - expected[live]) ** 2 / expected[live]
+    assert squares.sum() < live.sum() + 5 * np.sqrt(2 * live.sum())
+    # Within a batch only the two strata at a leaf's edges are left to chance, each with a variance of 1/4.
+    assert np.abs(counts - expected).max() < 6 * np.sqrt(batches / 2)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.4, 0.75, 1.0])
+def test_weights_of_every_batch_equal_the_formula_to_float32(
+    uneven: tuple[AgentBuffer, np.ndarray], beta: float
+) -> None:
+    """Weights are (N P)^-beta over the batch's maximum, whatever the batch holds."""
+    buffer, probabilities = uneven
+    for n in range(60):
+        batch = buffer.draw(n, (1, 7, 256, 4096)[n % 4], beta)
+        wanted = (buffer.drawable_steps * probabilities[batch["index"]]) ** -beta
+        np.testing.assert_allclose(batch["weight"], wanted / wanted.max(), rtol=1e-6)
+        assert batch["weight"].max() == 1.0
+        assert beta or (batch["weight"] == 1.0).all()
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5, 7)])
+@pytest.mark.parametrize("dtype", [DType.UINT8, DType.FLOAT16, DType.FLOAT32, DType.INT64, DType.BOOL])
+def test_observations_of_any_type_come_back_bit_for_bit(
+    tmp_path: Path, dtype: DType, shape: tuple[int, ...]
+) -> None:
+    """Stacks in batches have the bits that were sent, also those of NaN, and after reopening too."""
+    spec = make_spec(3, shape, dtype)
+    ends = [(1, "terminated"), (9, ""), (4, "truncated"), (10, "terminated"), (2, ""), (7, "truncated")]
+    played = [Episode(spec, 1000 * n, length, end) for n, (length, end) in enumerate(ends)]
+    fill(make_buffer(tmp_path, spec, n_step=2, alpha=0.0), Sender(spec), played[:3])
+    buffer = make_buffer(tmp_path, spec, n_step=2, alpha=0.0)
+    fill(buffer, Sender(spec, number=2), played[3:])
+    batch = buffer.draw(0, 4 * buffer.drawable_steps, 0.5)
+    assert len(set(batch["version"].tolist())) == buffer.drawable_steps == 33
+    for i, version in enumerate(batch["version"].tolist()):
+        expected = played[version // 1000].expected(version % 1000, 2)
+        assert_row(batch, i, expected)
+        for name in ("observation", "next_observation"):
+            assert batch[name].dtype == expected[name].dtype == dtype.numpy
+            assert batch[name][i].tobytes() == expected[name].tobytes()
 
 
 def test_alpha_zero_is_exactly_uniform(tmp_path: Path) -> None:
@@ -372,6 +444,18 @@ def test_limiter_over_reopening_keeps_its_balance(tmp_path: Path) -> None:
     assert make_buffer(tmp_path, SPEC, samples_per_insert=3.0).limiter.ahead == 0.0
 
 
+def test_limiter_set_while_running_and_then_in_the_config_keeps_its_balance(tmp_path: Path) -> None:
+    """A config that catches up with what was set by hand says nothing new, so nothing starts anew."""
+    buffer, sender = make_buffer(tmp_path, SPEC), Sender(SPEC)
+    fill(buffer, sender, [Episode(SPEC, 0, 12)])
+    buffer.adjust_limiter(samples_per_insert=3.0, min_steps=5)
+    fill(buffer, sender, [Episode(SPEC, 1000, 4)])
+    assert buffer.limiter.ahead == 12.0
+    for min_steps, ahead in ((5, 12.0), (5, 12.0), (4, 0.0)):
+        again = make_buffer(tmp_path, SPEC, samples_per_insert=3.0, min_steps=min_steps)
+        assert (again.limiter.ahead, again.limiter.min_steps) == (ahead, min_steps)
+
+
 def test_full_ring_of_short_segments_can_be_sampled(tmp_path: Path) -> None:
     """One-step episodes fill the slots without ever reaching min_steps; batches flow all the same."""
     buffer = make_buffer(tmp_path, SPEC, capacity_steps=16, min_steps=16)
@@ -416,3 +500,49 @@ def test_state_with_nonsense_is_replaced_by_what_a_new_buffer_has(tmp_path: Path
     assert again.max_priority == 1.0
     assert np.isfinite(again.limiter.ahead)
     assert len(again.draw(0, 4, 0.4)["index"]) == 4
+
+
+class DeathError(Exception):
+    """Stands for the end of the process."""
+
+
+class DyingState:
+    """Passes on so many stores, then dies."""
+
+    def __init__(self, state: Any, stores: int) -> None:
+        self._state, self._stores = state, stores
+
+    def __getitem__(self, name: str) -> Any:
+        return self._state[name]
+
+    def __setitem__(self, name: str, value: float) -> None:
+        if not self._stores:
+            raise DeathError
+        self._stores -= 1
+        self._state[name] = value
+
+
+@pytest.mark.parametrize("stores", range(4))
+def test_death_while_the_limiter_is_set_leaves_a_balance_of_its_ratio(tmp_path: Path, stores: int) -> None:
+    """Whichever store was the last, nobody is thousands of samples ahead when the files are opened again."""
+    buffer = make_buffer(tmp_path, SPEC, tolerance_samples=10.0)
+    fill(buffer, Sender(SPEC), [Episode(SPEC, 100 * n, 60) for n in range(10)])
+    for n in range(596):
+        buffer.draw(n, 8, 0.4)
+    assert buffer.limiter.ahead == 0
+    buffer._state = DyingState(buffer._state, stores)  # type: ignore[assignment]
+    with pytest.raises(DeathError):
+        buffer.adjust_limiter(samples_per_insert=16.0)
+    again = make_buffer(tmp_path, SPEC, tolerance_samples=10.0)
+    assert again.limiter.samples_per_insert == (16.0 if stores > 1 else 8.0)
+    assert again.limiter.ahead == 0
+
+
+def test_ring_whose_last_slot_was_filled_is_full_at_once(tmp_path: Path) -> None:
+    """A ring of short segments is full with its last free slot, not only when something had to go."""
+    settings = {"capacity_steps": 16, "min_steps": 16, "segment_steps": 4}
+    buffer = make_buffer(tmp_path, SPEC, **settings)
+    fill(buffer, Sender(SPEC), [Episode(SPEC, 100 * n, 1) for n in range(4)])
+    assert buffer.limiter.full
+    assert buffer.limiter.can_sample(1)
+    assert make_buffer(tmp_path, SPEC, **settings).limiter.full

@@ -7,17 +7,28 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 from replay_episodes import Episode, Sender, assert_row, make_buffer, make_spec
 
 SPEC = make_spec(stack=3)
 SLOTS, SEGMENT_STEPS, N_STEP = 4, 4, 2
+RATIOS, MIN_STEPS, TOLERANCES = (0.25, 1.0, 2.5, 8.0), (1, 4, 9, 20), (0.0, 4.0, 30.5, 200.0)
+BATCHES = (1, 6, 40, 500)
 DEATHS = ("_invalidate", "_write_rows", "_write_metadata", "_write_priorities", "_commit", "advance")
 
 
@@ -35,22 +46,121 @@ class Stored:
     priorities: list[float]
 
 
+@dataclass
+class Account:
+    """The limiter's balance as a plain account: steps pay in, draws take out, and nothing is worked out from
+    totals. All settings are sums of powers of two, so that both sides are exact."""
+
+    samples_per_insert: float
+    min_steps: int
+    tolerance: float
+    config: tuple[float, int] = field(init=False)
+    balance: float = field(init=False)
+    inserted: int = 0
+    sampled: int = 0
+    drawable: int = 0
+    full: bool = False
+
+    def __post_init__(self) -> None:
+        self.config = self.samples_per_insert, self.min_steps
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """The steps that are still missing pay a debt off, which is 0 once min_steps are in."""
+        self.balance = 0.0
+        for _ in range(self.inserted, self.min_steps):
+            self.balance -= self.samples_per_insert
+
+    def store(self, steps: int) -> None:
+        for _ in range(steps):
+            self.inserted += 1
+            self.balance += self.samples_per_insert
+
+    def sample(self, size: int) -> None:
+        self.sampled += size
+        self.balance -= size
+
+    def forgive(self) -> None:
+        self.balance = min(self.balance, self.tolerance)
+
+    def adjust(self, samples_per_insert: float | None, min_steps: int | None) -> None:
+        if samples_per_insert is not None:
+            self.samples_per_insert = samples_per_insert
+        if min_steps is not None:
+            self.min_steps = min_steps
+        if samples_per_insert is not None or min_steps is not None:
+            self.start_anew()
+
+    def reopen(self, samples_per_insert: float, min_steps: int, tolerance: float) -> None:
+        """What was set stays while the config says the same; the tolerance is always the config's."""
+        self.tolerance = tolerance
+        config = samples_per_insert, min_steps
+        if config not in (self.config, (self.samples_per_insert, self.min_steps)):
+            self.adjust(samples_per_insert, min_steps)
+        self.config = config
+
+    @property
+    def starved(self) -> bool:
+        return self.drawable == 0 or (self.drawable < self.min_steps and not self.full)
+
+    @property
+    def holds_actors(self) -> bool:
+        return not self.starved and self.balance > self.tolerance
+
+    def holds_learner(self, batch: int) -> bool:
+        overdrawn = self.balance - batch < -self.tolerance
+        return self.starved or (overdrawn and not self.holds_actors)
+
+    def reason(self, batch: int) -> str:
+        """How the limiter's own words begin, without the numbers."""
+        if self.starved:
+            return "more steps wanted"
+        if self.holds_actors:
+            return "actors are"
+        return "the learner is" if self.holds_learner(batch) else ""
+
+
+@dataclass
+class Drawn:
+    """A draw that must come out the same as long as nothing was stored or updated."""
+
+    number: int
+    size: int
+    beta: float
+    arrays: dict[str, np.ndarray]
+
+
 class BufferMachine(RuleBasedStateMachine):
-    """Two streams into a ring of four slots."""
+    """Two streams into a ring of four slots, with a limiter whose settings change."""
 
     drawn = Bundle("drawn")
 
-    @initialize()
-    def open(self) -> None:
+    @initialize(
+        ratio=st.sampled_from(RATIOS),
+        min_steps=st.sampled_from(MIN_STEPS),
+        tolerance=st.sampled_from(TOLERANCES),
+        lengths=st.lists(st.sampled_from([1, 1, 4, 7]), max_size=6),
+    )
+    def open(self, ratio: float, min_steps: int, tolerance: float, lengths: list[int]) -> None:
+        self.config = {
+            "samples_per_insert": ratio,
+            "min_steps": min_steps,
+            "tolerance_samples": tolerance,
+        }
+        self.account = Account(ratio, min_steps, tolerance)
+        self.last: Drawn | None = None
         self.directory = Path(tempfile.mkdtemp())
         self.senders = [Sender(SPEC, number=n) for n in (0, 1)]
         self.waiting: list[list[tuple]] = [[], []]
         self.sent: list[list[tuple]] = [[], []]
         self.slots: list[Stored | None] = [None] * SLOTS
-        self.victim = self.insertions = self.stored_steps = self.episodes = self.draws = self.sampled = 0
+        self.victim = self.insertions = self.episodes = self.draws = 0
         self.stale = self.duplicates = self.gaps = 0
         self.max_priority = 1.0
         self.reopen()
+        for length in lengths:
+            self.play(0, length, "terminated")
+            self.insert_next(0, 2)
 
     @rule()
     def reopen(self) -> None:
@@ -60,7 +170,45 @@ class BufferMachine(RuleBasedStateMachine):
             capacity_steps=SLOTS * SEGMENT_STEPS,
             segment_steps=SEGMENT_STEPS,
             n_step=N_STEP,
+            **self.config,
         )
+        self.account.reopen(*self.config.values())
+        self.account.full = all(self.slots)
+        self.note_drawable()
+
+    @rule(
+        ratio=st.none() | st.sampled_from(RATIOS),
+        min_steps=st.none() | st.sampled_from(MIN_STEPS),
+        tolerance=st.none() | st.sampled_from(TOLERANCES),
+    )
+    def reopen_with_another_config(
+        self, ratio: float | None, min_steps: int | None, tolerance: float | None
+    ) -> None:
+        changes = {"samples_per_insert": ratio, "min_steps": min_steps, "tolerance_samples": tolerance}
+        self.config |= {name: value for name, value in changes.items() if value is not None}
+        self.reopen()
+
+    @rule()
+    def reopen_with_what_was_set_in_the_config(self) -> None:
+        self.config["samples_per_insert"] = self.account.samples_per_insert
+        self.config["min_steps"] = self.account.min_steps
+        self.reopen()
+
+    @rule(
+        ratio=st.none() | st.sampled_from(RATIOS),
+        min_steps=st.none() | st.sampled_from(MIN_STEPS),
+        tolerance=st.none() | st.sampled_from(TOLERANCES),
+    )
+    def adjust_limiter(self, ratio: float | None, min_steps: int | None, tolerance: float | None) -> None:
+        self.buffer.adjust_limiter(samples_per_insert=ratio, min_steps=min_steps, tolerance_samples=tolerance)
+        self.account.adjust(ratio, min_steps)
+        if tolerance is not None:
+            self.account.tolerance = tolerance
+
+    @rule()
+    def forgive(self) -> None:
+        self.buffer.forgive()
+        self.account.forgive()
 
     @rule(
         stream=st.integers(0, 1),
@@ -74,14 +222,16 @@ class BufferMachine(RuleBasedStateMachine):
             segment = self.senders[stream].next(lengths, arrays)
             self.waiting[stream].append((segment, arrays, episode, n * SEGMENT_STEPS))
 
-    @rule(stream=st.integers(0, 1))
-    def insert_next(self, stream: int) -> None:
-        if self.waiting[stream]:
-            piece = self.waiting[stream].pop(0)
-            self.sent[stream].append(piece)
+    @precondition(lambda self: any(self.waiting))
+    @rule(stream=st.integers(0, 1), most=st.integers(1, 4))
+    def insert_next(self, stream: int, most: int) -> None:
+        stream = stream if self.waiting[stream] else 1 - stream
+        for piece in self.waiting[stream][:most]:
+            self.sent[stream].append(self.waiting[stream].pop(0))
             assert self.buffer.insert(piece[0], piece[1], now=0.0) == "stored"
             self.note_stored(piece)
 
+    @precondition(lambda self: any(self.sent))
     @rule(stream=st.integers(0, 1), which=st.integers(0, 100))
     def insert_again(self, stream: int, which: int) -> None:
         if self.sent[stream]:
@@ -89,6 +239,7 @@ class BufferMachine(RuleBasedStateMachine):
             assert self.buffer.insert(segment, arrays, now=0.0) == "duplicate"
             self.duplicates += segment.owned
 
+    @precondition(lambda self: any(len(waiting) > 1 for waiting in self.waiting))
     @rule(stream=st.integers(0, 1), which=st.integers(0, 100))
     def insert_too_early(self, stream: int, which: int) -> None:
         later = self.waiting[stream][1:]
@@ -97,10 +248,10 @@ class BufferMachine(RuleBasedStateMachine):
             assert self.buffer.insert(segment, arrays, now=0.0) == "gap"
             self.gaps += segment.owned
 
+    @precondition(lambda self: any(self.waiting))
     @rule(stream=st.integers(0, 1), stage=st.sampled_from(DEATHS))
     def die_in_insert(self, stream: int, stage: str) -> None:
-        if not self.waiting[stream]:
-            return
+        stream = stream if self.waiting[stream] else 1 - stream
         piece = self.waiting[stream][0]
 
         def die(*_: object) -> None:
@@ -118,22 +269,29 @@ class BufferMachine(RuleBasedStateMachine):
             self.note_stored(piece)
         elif stage != "_invalidate":
             self.slots[self.victim] = None
+            self.last = None
         self.reopen()
 
     def note_stored(self, piece: tuple) -> None:
         segment, _, episode, first = piece
         self.insertions += 1
-        self.stored_steps += segment.owned
+        self.account.store(segment.owned)
+        self.last = None
         self.slots[self.victim] = Stored(self.insertions, episode, first, [self.max_priority] * segment.owned)
+        self.account.full = all(self.slots)
         self.victim = (self.victim + 1) % SLOTS
+        self.note_drawable()
 
-    @rule(target=drawn, size=st.integers(1, 12))
-    def draw(self, size: int):
-        if not any(self.slots):
-            return multiple()
-        batch = self.buffer.draw(self.draws, size, 0.4)
+    def note_drawable(self) -> None:
+        self.account.drawable = sum(len(stored.priorities) for stored in self.slots if stored is not None)
+
+    @precondition(lambda self: any(self.slots))
+    @rule(target=drawn, size=st.integers(1, 12), beta=st.sampled_from([0.0, 0.4, 1.0]))
+    def draw(self, size: int, beta: float):
+        batch = self.buffer.draw(self.draws, size, beta)
+        self.last = Drawn(self.draws, size, beta, {name: array.copy() for name, array in batch.items()})
         self.draws += 1
-        self.sampled += size
+        self.account.sample(size)
         entries = []
         for i, index in enumerate(batch["index"].tolist()):
             slot, step = divmod(index, SEGMENT_STEPS)
@@ -143,6 +301,18 @@ class BufferMachine(RuleBasedStateMachine):
             assert_row(batch, i, stored.episode.expected(stored.first_step + step, N_STEP))
             entries.append((index, int(batch["generation"][i]), stored.insertion))
         return multiple(*entries)
+
+    @precondition(lambda self: self.last is not None)
+    @rule(times=st.integers(1, 3), count=st.booleans())
+    def draw_last_again(self, times: int, count: bool) -> None:
+        assert self.last is not None
+        for _ in range(times):
+            again = self.buffer.draw(self.last.number, self.last.size, self.last.beta, count=count)
+            assert list(again) == list(self.last.arrays)
+            for name, array in self.last.arrays.items():
+                assert array.tobytes() == again[name].tobytes(), name
+            if count:
+                self.account.sample(self.last.size)
 
     @rule(
         entries=st.lists(drawn, max_size=8),
@@ -157,6 +327,7 @@ class BufferMachine(RuleBasedStateMachine):
                 continue
             stored.priorities[index % SEGMENT_STEPS] = value
             self.max_priority = max(self.max_priority, value)
+            self.last = None
         found = self.buffer.update_priorities(
             np.array([entry[0] for entry in entries], np.int64),
             np.array([entry[1] for entry in entries], np.uint64),
@@ -176,12 +347,29 @@ class BufferMachine(RuleBasedStateMachine):
         np.testing.assert_allclose(tree, leaves.ravel(), rtol=1e-6)
         assert self.buffer.drawable_steps == (leaves > 0).sum()
         assert self.buffer.max_priority == self.max_priority
-        assert (self.buffer.inserted_steps, self.buffer.sampled_steps) == (self.stored_steps, self.sampled)
+
+    @invariant()
+    def paces_like_the_account(self) -> None:
+        account, limiter = self.account, self.buffer.limiter
+        assert (self.buffer.inserted_steps, self.buffer.sampled_steps) == (account.inserted, account.sampled)
+        assert (limiter.drawable_steps, limiter.full) == (account.drawable, account.full)
+        assert limiter.samples_per_insert == account.samples_per_insert
+        assert limiter.min_steps == account.min_steps
+        assert limiter.tolerance_samples == account.tolerance
+        assert limiter.ahead == pytest.approx(account.balance, abs=1e-9)
+        assert limiter.inserts_ahead() == account.holds_actors
+        edge = max(0, int(account.balance + account.tolerance))  # the largest batch that may be drawn
+        for batch in (*BATCHES, edge, edge + 1):
+            assert limiter.can_sample(batch) == (not account.holds_learner(batch))
+            assert limiter.can_sample(batch) or not limiter.inserts_ahead()
+            reason, words = limiter.reason(batch), account.reason(batch)
+            assert bool(reason) == (account.holds_actors or account.holds_learner(batch))
+            assert words in reason
 
     @invariant()
     def keeps_its_books(self) -> None:
         books = self.buffer.ledger(now=0.0, lease_s=5.0)
-        assert books["stored"] == self.stored_steps
+        assert books["stored"] == self.account.inserted
         assert books["produced"] == books["stored"] + books["in_flight"]
         assert (books["stored_twice"], books["lost"], books["abandoned"]) == (0, 0, 0)
         assert books["duplicates_dropped"] == self.duplicates
@@ -196,7 +384,7 @@ class BufferMachine(RuleBasedStateMachine):
 
 
 TestBufferMachine = BufferMachine.TestCase
-TestBufferMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBufferMachine.settings = settings(max_examples=90, stateful_step_count=40, deadline=None)
 
 INSERTER = """
 import sys

@@ -262,3 +262,34 @@ def test_overrides_of_an_agent_that_does_not_exist_are_refused() -> None:
     """A typing error in an agent's id would otherwise be ignored without a word."""
     with pytest.raises(ConfigError, match=r"agent_3: no such agent.*agent_0 to agent_2"):
         load_config(settings=["agents.agent_3.lr=1e-4"], environment={})
+
+
+def test_placement_of_replay_services_is_read_from_file_environment_and_flags(tmp_path: Path) -> None:
+    """The map is merged agent by agent, like every other section."""
+    path = write(tmp_path, "replay: {services: 3, placement: {agent_0: 0, agent_1: 1}}")
+    environment = {"ROOKERY_REPLAY__PLACEMENT__AGENT_1": "2"}
+    config = load_config(path, ["replay.placement.agent_2=1"], environment)
+    assert config.replay.placement == {"agent_0": 0, "agent_1": 2, "agent_2": 1}
+    assert load_config(write(tmp_path, dump_config(config)), environment={}) == config
+
+
+def test_placement_of_an_agent_that_does_not_exist_is_refused() -> None:
+    """The message names the key and the agents that there are, as it does for `agents`."""
+    text = refusal("replay.services=2", "replay.placement.agent_3=1")
+    assert text == (
+        "replay.placement.agent_3: no such agent; with world.agents = 3 they are agent_0 to agent_2"
+    )
+
+
+@pytest.mark.parametrize(("services", "number"), [(1, 1), (2, 2), (2, -1)])
+def test_placement_on_a_replay_service_that_does_not_exist_is_refused(services: int, number: int) -> None:
+    """The message names the key, its value and the numbers that there are."""
+    text = refusal(f"replay.services={services}", f"replay.placement.agent_1={number}")
+    assert f"replay.placement.agent_1 = {number}: no such replay service" in text
+    assert f"with replay.services = {services} they are 0 to {services - 1}" in text
+
+
+def test_placement_that_is_no_number_names_its_key() -> None:
+    """Replay services have numbers, not names."""
+    text = refusal("replay.services=2", "replay.placement.agent_1=replay-1")
+    assert "replay.placement.agent_1 = 'replay-1'" in text
