@@ -71,7 +71,7 @@ class ActorService(Service):
         self.own_steps = 0  # of one agent, since the last word of the parameter server
         self.turns = 0
         self.waited_s = 0.0
-        self.replay_says = ""  # why it holds back acknowledgements
+        self.replay_says: dict[int, str] = {}  # by replay service: why it holds back acknowledgements
         self._waiting_since: float | None = None
         self._turns_at: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
         self.journal = _open_journal(run_dir, self.incarnation) if config.actor.journal else None
@@ -155,9 +155,8 @@ class ActorService(Service):
     def _why_wait(self, full: list[str]) -> str:
         if not full:
             return f"the run is {self.state}" if self.state != "running" else "held by a person"
-        return f"replay to acknowledge {', '.join(full)}" + (
-            f" ({self.replay_says})" if self.replay_says else ""
-        )
+        reasons = "; ".join(reason for reason in self.replay_says.values() if reason)
+        return f"replay to acknowledge {', '.join(full)}" + (f" ({reasons})" if reasons else "")
 
     def _wait(self, reason: str) -> None:
         self.waiting_for = reason
@@ -225,7 +224,8 @@ class ActorService(Service):
         message = expect(received.message, StreamMarks)
         if message.incarnation != self.incarnation:
             return
-        self.replay_says = message.waiting_for
+        for home in {self.home[agent] for agent in message.marks if agent in self.home}:
+            self.replay_says[home] = message.waiting_for
         now = time.monotonic()
         for agent, mark in message.marks.items():
             self.outbox.on_mark(agent, mark, now, reported)
