@@ -112,7 +112,8 @@ class PriorityConfig(Section):
 
     alpha: Fraction = 0.6
     """0 is exactly uniform."""
-    epsilon: Positive = 1e-3
+    epsilon: Annotated[float, Field(ge=1e-30, allow_inf_nan=False)] = 1e-3
+    """What even a step without error keeps; leaves are float32, in which less would be nothing."""
     beta_start: Fraction = 0.4
     beta_end: Fraction = 1.0
     beta_updates: Annotated[int, Field(ge=1)] = 20_000

@@ -12,36 +12,27 @@ import math
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from services.replay import kernels
+from services.replay.batches import BatchMaker
 from services.replay.limiter import Limiter
-from services.replay.recycler import Recycler
 from services.replay.ring import Array, Ints, Ring
 from services.replay.streams import Streams
 from services.replay.sum_tree import Leaves, SumTree
 from shared.codec import pack_segment, segment_checksum
 from shared.errors import Refused, SpecMismatch, StaleToken
-from shared.layout import Arrays, Layout, Packed, layout_of
+from shared.layout import Arrays, Packed
 from shared.messages import Segment
 from shared.specs import AgentSpec
 
 Verdict = Literal["stored", "duplicate", "gap"]
 FIRST_PRIORITY = 1.0
 
-_BYTE = np.dtype(np.uint8)
 _NO_ACTIONS = np.empty(0, np.int64)
-_PASSED_ON = ("action", "control", "version")  # columns of a step that a batch has as they are
-_COMPUTED: dict[str, np.dtype[Any]] = {
-    "return": np.dtype(np.float32),
-    "discount": np.dtype(np.float32),
-    "weight": np.dtype(np.float32),
-    "index": np.dtype(np.int64),
-    "generation": np.dtype(np.uint64),
-}
 
 
 class AgentBuffer:
@@ -69,13 +60,9 @@ class AgentBuffer:
         self.segment_steps, self.n_step = segment_steps, n_step
         self.alpha, self._epsilon = alpha, np.float32(priority_epsilon)
         self._key = _draw_key(seed, agent)
-        self._powers = gamma ** np.arange(n_step + 1)
         self._ring = Ring(directory, spec, -(-capacity_steps // segment_steps), segment_steps, n_step)
         self._state = self._ring.state
-        self._passed_on = [column for column in spec.step_columns if column.name in _PASSED_ON]
-        self._fields = self._ring.fields(self._passed_on)
-        self._layouts: dict[int, Layout] = {}  # of batches, by their size
-        self._recycler = Recycler()
+        self._batches = BatchMaker(self._ring, gamma)
         self._streams = Streams(directory / "streams", _monotonic(now))
         self._tree = SumTree(self.capacity_steps)
         self.limiter = Limiter(min_steps, samples_per_insert, tolerance_samples)
@@ -165,11 +152,11 @@ class AgentBuffer:
             raise Refused(
                 "empty", f"the buffer of {self.agent!r} has no steps to draw; wait until can_sample"
             )
-        batch, address = self._new_batch(batch_size)
+        batch, address = self._batches.empty(batch_size)
         targets = np.empty(batch_size)
         kernels.stratified_targets(self._key, draw_index, self._tree.total, targets)
         smallest = self._tree.draw(targets, batch["index"], batch["weight"])
-        self._gather(batch, address)
+        self._batches.gather(batch, address)
         _weigh(batch["weight"], smallest, beta)
         if count:
             self._state["sampled_steps"] += batch_size
@@ -178,48 +165,11 @@ class AgentBuffer:
 
     def rows(self, index: Ints) -> Packed:
         """These rows as a batch in which all weigh the same."""
-        batch, address = self._new_batch(len(index))
+        batch, address = self._batches.empty(len(index))
         batch["index"][:] = index
         batch["weight"][:] = 1.0
-        self._gather(batch, address)
+        self._batches.gather(batch, address)
         return batch
-
-    def _new_batch(self, size: int) -> tuple[Packed, int]:
-        """The arrays of a batch, in one block as they travel, and where the block lies."""
-        layout = self._layouts.get(size)
-        if layout is None:
-            layout = self._layouts[size] = self._batch_layout(size)
-        block, address = self._recycler.empty((layout.nbytes,), _BYTE)
-        return Packed(layout, block), address
-
-    def _batch_layout(self, size: int) -> Layout:
-        observation = self.spec.observation
-        stacked = observation.dtype.numpy, (size, self.spec.stack, *observation.shape)
-        passed_on = [(column.name, column.dtype.numpy, (size, *column.shape)) for column in self._passed_on]
-        computed = [(name, dtype, (size,)) for name, dtype in _COMPUTED.items()]
-        return layout_of((("observation", *stacked), ("next_observation", *stacked), *passed_on, *computed))
-
-    def _gather(self, batch: Packed, address: int) -> None:
-        """Everything of the rows at batch["index"] but their weights."""
-        ring = self._ring
-        kernels.gather(
-            ring.packed,
-            ring.columns["reward"],
-            ring.columns["terminated"],
-            ring.places,
-            self._powers,
-            self._fields,
-            address,
-            batch.layout.offsets,
-            self.segment_steps,
-            ring.slot_rows,
-            self.spec.stack,
-            self.spec.observation.row_bytes,
-            batch["index"],
-            batch["generation"],
-            batch["return"],
-            batch["discount"],
-        )
 
     # --- priorities ---------------------------------------------------------------------------------------
 
