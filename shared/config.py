@@ -206,6 +206,10 @@ class LimitsConfig(Section):
 
     max_message_bytes: Annotated[int, Field(ge=65_536)] = 256 * 2**20
     """Larger frames end the connection before they are read."""
+    send_buffer_bytes: Annotated[int, Field(ge=0, le=2**30)] = 256 * 2**10
+    """What of replay's batches may wait in the system's socket buffer for one learner. Short is fast: what
+    waits there long has left the caches. It bounds the rate over links with long round trips, to about
+    2 * send_buffer_bytes in each round trip; 0 lets the system choose."""
 
 
 class Config(Section):

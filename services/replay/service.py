@@ -199,7 +199,13 @@ class ReplayService(Service):
             "ledger_request": self.on_ledger_request,
         }
         self.requests = RequestReceiver(
-            self.context, self.loop, endpoints.requests, handlers, name="replay", max_message_bytes=limit
+            self.context,
+            self.loop,
+            endpoints.requests,
+            handlers,
+            name="replay",
+            max_message_bytes=limit,
+            send_buffer_bytes=self.config.limits.send_buffer_bytes,
         )
         self.requests.run = run
         self.snapshots.requests = self.requests

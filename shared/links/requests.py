@@ -202,6 +202,7 @@ class RequestReceiver:
         *,
         name: str,
         max_message_bytes: int,
+        send_buffer_bytes: int = 0,  # 0: the system chooses
     ) -> None:
         self.run = ""
         self.counters: Counter[str] = Counter()
@@ -209,6 +210,8 @@ class RequestReceiver:
         self._name = name
         self._loop = loop
         self._socket = make_socket(context, zmq.ROUTER, queue=QUEUE, max_message_bytes=max_message_bytes)
+        if send_buffer_bytes:
+            self._socket.setsockopt(zmq.SNDBUF, send_buffer_bytes)
         # Without these a restarted peer with the same identity is refused, and unroutable answers vanish.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
