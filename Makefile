@@ -42,7 +42,7 @@ types: $(READY) ## mypy, strict
 bench-replay: $(BENCH)/.ready ## replay beside other libraries and bare sockets (about 4 minutes)
 	$(BENCH)/bin/python -m bench.replay $(ARGS)
 
-soak-replay: $(READY) ## kill -9 of a loaded replay service 200 times, its files proven each time (about 8 minutes)
+soak-replay: $(READY) ## kill -9 of a loaded replay service 200 times, its files proven each time (about 6 minutes)
 	$(BIN)/python -m bench.replay_kills $(ARGS)
 
 # Other libraries live in an environment of their own: nothing of ours may come to need them.

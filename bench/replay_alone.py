@@ -222,7 +222,6 @@ class Learner:
         self._priorities = (
             np.random.default_rng(0).exponential(size=(257, self.batch_size)).astype(np.float32)
         )
-        self.last: Received | None = None
 
     def run(self, seconds: float) -> float:
         """Batches/s over this time."""

@@ -28,6 +28,7 @@ Described = tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]
 ALIGNMENT_BYTES = 64
 MAX_ARRAYS = 512
 MAX_BYTES = 1 << 30  # of all arrays of a message
+KEPT_LAYOUTS = 256  # a run has a few dozen; what strangers make up is soon forgotten
 
 _ONE_ARRAY = re.compile(r"([A-Za-z0-9_./-]{1,128}) ([a-z0-9]{1,8})\[((?:[0-9]{1,13},){0,7}[0-9]{1,13})?\]")
 
@@ -90,7 +91,7 @@ def pack(arrays: Arrays) -> Packed:
     return packed
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=KEPT_LAYOUTS)
 def layout_of(arrays: Described) -> Layout:
     """The layout of arrays that are to be sent; ValueError for what does not travel."""
     parts = [
@@ -102,7 +103,7 @@ def layout_of(arrays: Described) -> Layout:
         raise ValueError(str(error)) from None
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=KEPT_LAYOUTS)
 def parse_layout(text: str) -> Layout:
     """The layout that a header announces, or BadMessage. Nothing is allocated for it yet."""
     places: list[Place] = []

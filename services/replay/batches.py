@@ -6,6 +6,8 @@ Which arrays a batch has is said in docs/protocol.md. The blocks are used again 
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ import numpy as np
 from services.replay import kernels
 from services.replay.recycler import Recycler
 from services.replay.ring import Ring
-from shared.layout import Layout, Packed, layout_of
+from shared.errors import Refused
+from shared.layout import ALIGNMENT_BYTES, Layout, Packed, layout_of
 
 PASSED_ON = ("action", "control", "version")  # columns of a step that a batch has as they are
 COMPUTED: dict[str, np.dtype[Any]] = {
@@ -24,27 +27,23 @@ COMPUTED: dict[str, np.dtype[Any]] = {
     "generation": np.dtype(np.uint64),
 }
 
-_BYTE = np.dtype(np.uint8)
-
 
 class BatchMaker:
     """The batches of one ring."""
 
-    def __init__(self, ring: Ring, gamma: float) -> None:
-        self._ring, self._spec = ring, ring.spec
+    def __init__(self, ring: Ring, gamma: float, max_batch_bytes: int) -> None:
+        self._ring, self._spec, self._max_batch_bytes = ring, ring.spec, max_batch_bytes
         self._powers = gamma ** np.arange(ring.n_step + 1)
         self._passed_on = [column for column in ring.spec.step_columns if column.name in PASSED_ON]
         self._fields = ring.fields(self._passed_on)
         self._frame_bytes = ring.spec.observation.row_bytes
-        self._layouts: dict[int, Layout] = {}  # by the batch's size
+        self._layout_of_size = lru_cache(maxsize=16)(self._layout)
         self._recycler = Recycler()
 
     def empty(self, size: int) -> tuple[Packed, int]:
         """The arrays of a batch with any contents, and the address of their block."""
-        layout = self._layouts.get(size)
-        if layout is None:
-            layout = self._layouts[size] = self._layout(size)
-        block, address = self._recycler.empty((layout.nbytes,), _BYTE)
+        layout = self._layout_of_size(size)
+        block, address = self._recycler.block(layout.nbytes)
         return Packed(layout, block), address
 
     def gather(self, batch: Packed, address: int) -> None:
@@ -74,4 +73,12 @@ class BatchMaker:
         stacked = observation.dtype.numpy, (size, self._spec.stack, *observation.shape)
         passed_on = [(column.name, column.dtype.numpy, (size, *column.shape)) for column in self._passed_on]
         computed = [(name, dtype, (size,)) for name, dtype in COMPUTED.items()]
-        return layout_of((("observation", *stacked), ("next_observation", *stacked), *passed_on, *computed))
+        arrays = (("observation", *stacked), ("next_observation", *stacked), *passed_on, *computed)
+        needed = sum(ALIGNMENT_BYTES + dtype.itemsize * math.prod(shape) for _name, dtype, shape in arrays)
+        if needed > self._max_batch_bytes:
+            raise Refused(
+                "batch_too_large",
+                f"a batch of {size:,} rows needs {needed:,} bytes, {self._max_batch_bytes:,} can be sent; "
+                "lower learner.batch_size, or raise limits.max_message_bytes (1 GiB at most)",
+            )
+        return layout_of(arrays)

@@ -25,7 +25,7 @@ from services.replay.streams import Streams
 from services.replay.sum_tree import Leaves, SumTree
 from shared.codec import pack_segment, segment_checksum
 from shared.errors import Refused, SpecMismatch, StaleToken
-from shared.layout import Arrays, Packed
+from shared.layout import MAX_BYTES, Arrays, Packed
 from shared.messages import Segment
 from shared.specs import AgentSpec
 
@@ -54,6 +54,7 @@ class AgentBuffer:
         samples_per_insert: float,
         tolerance_samples: float,
         seed: int,
+        max_batch_bytes: int = MAX_BYTES,
         now: float | None = None,
     ) -> None:
         self.agent, self.spec = agent, spec
@@ -62,7 +63,7 @@ class AgentBuffer:
         self._key = _draw_key(seed, agent)
         self._ring = Ring(directory, spec, -(-capacity_steps // segment_steps), segment_steps, n_step)
         self._state = self._ring.state
-        self._batches = BatchMaker(self._ring, gamma)
+        self._batches = BatchMaker(self._ring, gamma, max_batch_bytes)
         self._streams = Streams(directory / "streams", _monotonic(now))
         self._tree = SumTree(self.capacity_steps)
         self.limiter = Limiter(min_steps, samples_per_insert, tolerance_samples)

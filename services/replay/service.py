@@ -26,7 +26,7 @@ from services.replay.buffer import AgentBuffer
 from services.replay.snapshot_desk import SnapshotDesk
 from shared.config import Config
 from shared.errors import BadMessage, ConfigError, Refused
-from shared.layout import Arrays
+from shared.layout import MAX_BYTES, Arrays
 from shared.links.requests import Incoming, OnIncoming, RequestReceiver
 from shared.links.segments import SegmentReceiver
 from shared.logs import get_logger
@@ -171,6 +171,7 @@ class ReplayService(Service):
             samples_per_insert=replay.samples_per_insert,
             tolerance_samples=self._tolerance_samples(agent, replay.samples_per_insert),
             seed=self.config.seed,
+            max_batch_bytes=min(self.config.limits.max_message_bytes, MAX_BYTES),
         )
         ratio = buffer.limiter.samples_per_insert  # may have been changed in an earlier life
         buffer.adjust_limiter(tolerance_samples=self._tolerance_samples(agent, ratio))

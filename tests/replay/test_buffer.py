@@ -546,3 +546,13 @@ def test_ring_whose_last_slot_was_filled_is_full_at_once(tmp_path: Path) -> None
     assert buffer.limiter.full
     assert buffer.limiter.can_sample(1)
     assert make_buffer(tmp_path, SPEC, **settings).limiter.full
+
+
+def test_draw_larger_than_a_message_can_be_is_refused_in_words(tmp_path: Path) -> None:
+    """A batch that could never arrive is an answer that says what to change; smaller ones go on."""
+    buffer = make_buffer(tmp_path, SPEC, max_batch_bytes=10_000)
+    fill(buffer, Sender(SPEC), [Episode(SPEC, 0, 20)])
+    with pytest.raises(Refused, match=r"65,536 rows needs .* 10,000 can be sent; lower learner.batch_size"):
+        buffer.draw(0, 65_536, 0.4)
+    assert buffer.sampled_steps == 0
+    assert len(buffer.draw(0, 8, 0.4)["index"]) == 8

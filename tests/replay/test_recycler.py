@@ -8,17 +8,17 @@ import pytest
 import torch
 import zmq
 
-from services.replay.recycler import KEPT, Recycler
+from services.replay.recycler import KEPT_BLOCKS, KEPT_SIZES, Recycler
 
-SHAPE, DTYPE = (256, 100), np.dtype(np.float32)
+SIZE = 102_400
 
 
-def test_empty_unheld_array_is_given_again() -> None:
+def test_block_unheld_is_given_again() -> None:
     """An array that nobody kept comes back, with its address."""
     recycler = Recycler()
-    address = recycler.empty(SHAPE, DTYPE)[1]
+    address = recycler.block(SIZE)[1]
     for _ in range(5):
-        array, again = recycler.empty(SHAPE, DTYPE)
+        array, again = recycler.block(SIZE)
         assert again == address == array.ctypes.data
         del array
 
@@ -27,8 +27,8 @@ def test_empty_unheld_array_is_given_again() -> None:
     "hold",
     [
         lambda array: array,
-        lambda array: array[3:7, ::2],
-        lambda array: array.view(np.uint8).reshape(-1)[5:],
+        lambda array: array[3:70:2],
+        lambda array: array.view(np.float32).reshape(256, 100)[5:, ::2],
         memoryview,
         lambda array: array.data.cast("B"),
         lambda array: torch.from_numpy(array)[4],
@@ -36,33 +36,39 @@ def test_empty_unheld_array_is_given_again() -> None:
         lambda array: (array, 0),
     ],
 )
-def test_empty_while_held_in_any_way_is_another_array(hold: Callable[[Any], Any]) -> None:
+def test_block_while_held_in_any_way_is_another_block(hold: Callable[[Any], Any]) -> None:
     """Views, memory views, tensors and containers keep their memory; then it returns."""
     recycler = Recycler()
-    array, address = recycler.empty(SHAPE, DTYPE)
+    array, address = recycler.block(SIZE)
     held = hold(array)
     del array
-    assert recycler.empty(SHAPE, DTYPE)[1] != address
+    assert recycler.block(SIZE)[1] != address
     del held
-    assert recycler.empty(SHAPE, DTYPE)[1] == address
+    assert recycler.block(SIZE)[1] == address
 
 
-def test_empty_other_shape_or_type_is_another_array() -> None:
-    """Pools are apart by shape and by type."""
+def test_block_other_size_is_another_block() -> None:
+    """Pools are apart by size."""
     recycler = Recycler()
-    addresses = [
-        recycler.empty(shape, np.dtype(dtype))[1]
-        for shape, dtype in (((8, 4), "f4"), ((4, 8), "f4"), ((8, 4), "i4"))
-    ]
-    assert len(set(addresses)) == 3
+    assert recycler.block(SIZE)[0].nbytes == SIZE
+    assert recycler.block(SIZE + 64)[0].nbytes == SIZE + 64
+    assert len(recycler._pools) == 2
 
 
-def test_empty_more_than_kept_are_ordinary_arrays() -> None:
+def test_block_of_many_sizes_keeps_only_the_newest_sizes() -> None:
+    """Whoever asks for a new size each time gets it, and does not fill the memory with pools."""
+    recycler = Recycler()
+    for size in range(1, 1000):
+        assert recycler.block(size)[0].nbytes == size
+    assert list(recycler._pools) == list(range(1000 - KEPT_SIZES, 1000))
+
+
+def test_block_more_than_kept_are_ordinary_arrays() -> None:
     """A caller who collects batches gets as many as wanted; the pool stays bounded."""
     recycler = Recycler()
-    held = [recycler.empty(SHAPE, DTYPE) for _ in range(2 * KEPT)]
-    assert len({address for _array, address in held}) == 2 * KEPT
-    assert len(recycler._pools[SHAPE, DTYPE]) == KEPT
+    held = [recycler.block(SIZE) for _ in range(2 * KEPT_BLOCKS)]
+    assert len({address for _array, address in held}) == 2 * KEPT_BLOCKS
+    assert len(recycler._pools[SIZE]) == KEPT_BLOCKS
 
 
 def test_array_on_its_way_through_a_socket_is_not_given_again() -> None:
@@ -70,19 +76,19 @@ def test_array_on_its_way_through_a_socket_is_not_given_again() -> None:
     recycler, context = Recycler(), zmq.Context()
     sender, receiver = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     port = receiver.bind_to_random_port("tcp://127.0.0.1")
-    big = (1 << 22,)  # more than the sockets' buffers take
+    big = 1 << 22  # more than the sockets' buffers take
     try:
-        array, address = recycler.empty(big, np.dtype(np.uint8))
+        array, address = recycler.block(big)
         array[:] = 7
         sender.setsockopt(zmq.IMMEDIATE, 0)
         sender.connect(f"tcp://127.0.0.1:{port}")
         sender.send(array.data, copy=False)
         del array
-        assert recycler.empty(big, np.dtype(np.uint8))[1] != address
+        assert recycler.block(big)[1] != address
         received = receiver.recv(copy=False)
         assert np.frombuffer(received.buffer, np.uint8).min() == 7
         for _ in range(1000):
-            if recycler.empty(big, np.dtype(np.uint8))[1] == address:
+            if recycler.block(big)[1] == address:
                 break
             receiver.poll(10)  # libzmq gives the memory back from a thread of its own
         else:
