@@ -59,6 +59,5 @@ def _greedy_actions(world: World, groups: list[PolicyGroup]) -> dict[str, AgentA
     actions: dict[str, AgentActions] = {}
     for group in groups:
         group.observe([observations[agent] for agent in group.agents])
-        for agent, chosen in zip(group.agents, group.best_actions(), strict=True):
-            actions[agent] = AgentActions(discrete=chosen)
+        actions.update(zip(group.agents, group.best_actions(), strict=True))
     return actions

@@ -13,11 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shared.algorithms import network_class
 from shared.config import Config, NetworkConfig
 from shared.errors import SpecMismatch
 from shared.layout import Array, Arrays
-from shared.networks import QNetwork, flat_input, stack_networks
-from shared.specs import AgentSpec
+from shared.networks import PolicyNetwork, flat_input, stack_networks
+from shared.specs import AgentSpec, DType
+from worlds.base import AgentActions
+
+_TORCH = {dtype: torch.from_numpy(np.zeros(0, dtype.numpy)).dtype for dtype in DType}
 
 
 @dataclass(slots=True)
@@ -28,16 +32,21 @@ class PolicyGroup:
     spec: AgentSpec
     network_config: NetworkConfig
     envs: int
+    algorithm: str = "dqn"
     versions: npt.NDArray[np.int64] = field(init=False)  # [agents]; 0: no weights yet
     stacks: Array = field(init=False)  # [agents, envs, stack, *observation], newest last
-    network: torch.nn.Module = field(init=False)
+    network: PolicyNetwork = field(init=False)
+    _inputs: torch.Tensor = field(init=False)  # the same memory as `stacks`
 
     def __post_init__(self) -> None:
         self.versions = np.zeros(len(self.agents), np.int64)
         shape = (len(self.agents), self.envs, self.spec.stack, *self.spec.observation.shape)
-        self.stacks = np.zeros(shape, self.spec.observation.dtype.numpy)
-        networks = [QNetwork(self.spec, self.network_config) for _ in self.agents]
-        self.network = stack_networks(networks, QNetwork(self.spec, self.network_config))
+        # Memory of torch's is aligned: matrix products of the same numbers are then the same to the last bit.
+        self._inputs = torch.zeros(shape, dtype=_TORCH[self.spec.observation.dtype])
+        self.stacks = self._inputs.numpy()
+        build = network_class(self.algorithm)
+        networks = [build(self.spec, self.network_config) for _ in self.agents]
+        self.network = stack_networks(networks, build(self.spec, self.network_config))
 
     def load(self, agent: str, version: int, tensors: Arrays) -> None:
         """Swaps in an agent's weights between two turns."""
@@ -68,20 +77,33 @@ class PolicyGroup:
         self.stacks[:, slots] = 0
 
     @torch.inference_mode()
-    def best_actions(self) -> npt.NDArray[np.int64]:
-        """The greedy actions [agents, envs]."""
-        values = self.network(flat_input(torch.from_numpy(self.stacks), self.spec))
-        actions: npt.NDArray[np.int64] = values.argmax(-1).numpy()
-        return actions
+    def best_actions(self) -> list[AgentActions]:
+        """The greedy actions of each agent in all slots."""
+        chosen = self.network.act(flat_input(self._inputs, self.spec))
+        return [
+            AgentActions(
+                discrete=None if chosen.discrete is None else chosen.discrete[place].numpy(),
+                continuous=None if chosen.continuous is None else chosen.continuous[place].numpy(),
+            )
+            for place in range(len(self.agents))
+        ]
 
 
 def group_agents(config: Config, specs: Mapping[str, AgentSpec], envs: int) -> list[PolicyGroup]:
-    """Agents with the same spec and network configuration share a group."""
-    members: dict[tuple[str, str], list[str]] = {}
+    """Agents with the same spec, algorithm and network share a group, unless each is to act by itself."""
+    members: dict[tuple[str, ...], list[str]] = {}
     for agent, spec in specs.items():
-        network = config.learner_for(agent).network
-        members.setdefault((spec.model_dump_json(), network.model_dump_json()), []).append(agent)
+        learner = config.learner_for(agent)
+        shape = (spec.model_dump_json(), learner.algorithm, learner.network.model_dump_json())
+        alone = () if config.parallel.parallel_actions else (agent,)
+        members.setdefault((*shape, *alone), []).append(agent)
     return [
-        PolicyGroup(tuple(agents), specs[agents[0]], config.learner_for(agents[0]).network, envs)
+        PolicyGroup(
+            tuple(agents),
+            specs[agents[0]],
+            config.learner_for(agents[0]).network,
+            envs,
+            config.learner_for(agents[0]).algorithm,
+        )
         for agents in members.values()
     ]

@@ -115,7 +115,9 @@ class Rollout:
             for place, agent in enumerate(group.agents):
                 # An agent without weights yet acts at random.
                 own = epsilon if group.versions[place] else np.ones_like(epsilon)
-                chosen[agent] = AgentActions(discrete=self.dice[agent].roll(greedy[place], own))
+                best = greedy[place].discrete
+                assert best is not None
+                chosen[agent] = AgentActions(discrete=self.dice[agent].roll(best, own))
         return chosen
 
     def _record(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from services.learner.training import UpdateReport
+from services.learner.algorithms.base import UpdateReport
 
 
 class Mean:

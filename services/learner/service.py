@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from services.learner.algorithms import build_algorithm
+from services.learner.algorithms.base import UpdateReport
 from services.learner.checkpoint import Uploader, download, pack, unpack
 from services.learner.figures import Figures
-from services.learner.training import Tensors, UpdateReport
+from services.learner.training import Tensors
 from shared.codec import Received
 from shared.config import Config
 from shared.errors import ConfigError, PeerSilent, Refused, RookeryError, StaleToken

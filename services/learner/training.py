@@ -1,13 +1,10 @@
-"""What every algorithm shares: batches as tensors, the target network, clipping, an update's report."""
+"""What every algorithm shares: batches as tensors, the target network, clipping."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -18,16 +15,6 @@ from shared.logs import get_logger
 log = get_logger()
 
 Tensors = dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateReport:
-    """One update: new raw priorities for its rows, and figures for people (not with every update)."""
-
-    priorities: npt.NDArray[np.float32]  # [batch] |td|
-    loss: float
-    grad_norm: float
-    figures: dict[str, float]  # td, q_mean, q_max; empty most of the time
 
 
 def to_tensors(arrays: Arrays, device: torch.device) -> Tensors:

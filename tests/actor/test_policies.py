@@ -48,7 +48,7 @@ def test_loaded_agents_act_as_their_own_networks() -> None:
     actions = group.best_actions()
     for place, network in enumerate(networks):
         values = network(torch.from_numpy(group.stacks[place]).reshape(ENVS, 6))
-        np.testing.assert_array_equal(actions[place], values.argmax(-1).numpy())
+        np.testing.assert_array_equal(actions[place].discrete, values.argmax(-1).numpy())
     assert group.versions.tolist() == [5, 6]
 
 

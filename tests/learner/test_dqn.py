@@ -9,7 +9,8 @@ import torch
 import zmq
 
 from services.learner.algorithms import build_algorithm
-from services.learner.algorithms.dqn import DQN, FIGURES_EVERY
+from services.learner.algorithms.base import FIGURES_EVERY
+from services.learner.algorithms.dqn import DQN
 from services.learner.training import TargetNetwork, clip_gradients, named_state, under_prefix
 from shared.codec import decode, encode
 from shared.config import LearnerConfig, TargetConfig
@@ -372,7 +373,7 @@ def test_prefixed_state_comes_back_by_its_prefix_alone() -> None:
 
 def test_unknown_algorithm_is_refused_with_the_known_ones() -> None:
     """The config's name must be one of ours."""
-    with pytest.raises(ConfigError, match=r"learner\.algorithm = 'sarsa': known are dqn"):
+    with pytest.raises(ConfigError, match=r"learner\.algorithm = 'sarsa': .* Known are dqn"):
         build_algorithm(SPEC, make_config(algorithm="sarsa"), CPU, 0)
 
 

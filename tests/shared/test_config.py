@@ -253,7 +253,7 @@ def test_segment_longer_than_an_epoch_is_as_long_as_the_epoch() -> None:
 
 def test_known_keys_name_sections_and_their_values() -> None:
     """Hints are made from this list."""
-    keys = known_keys()
+    keys = known_keys(Config)
     assert {"seed", "learner", "learner.target.tau", "endpoints.params"} <= set(keys)
     assert len(keys) == len(set(keys))
 

@@ -1,23 +1,25 @@
-"""The algorithms by the names that a config gives them."""
+"""The algorithms: `base.py` says what one is, each of the others is one, top to bottom."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from services.learner.algorithms.dqn import DQN
+from services.learner.algorithms.base import Algorithm
+from shared.algorithms import algorithm_class
 from shared.config import LearnerConfig
 from shared.errors import ConfigError
 from shared.specs import AgentSpec
 
-ALGORITHMS: dict[str, Callable[[AgentSpec, LearnerConfig, torch.device, int], DQN]] = {"dqn": DQN}
 
-
-def build_algorithm(spec: AgentSpec, config: LearnerConfig, device: torch.device, seed: int) -> DQN:
+def build_algorithm(spec: AgentSpec, config: LearnerConfig, device: torch.device, seed: int) -> Algorithm:
     """The algorithm that the config names."""
-    if config.algorithm not in ALGORITHMS:
+    found = algorithm_class(config.algorithm)
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise ConfigError(
-            f"learner.algorithm = {config.algorithm!r}: known are {', '.join(sorted(ALGORITHMS))}"
+            f"learner.algorithm = {config.algorithm!r} is {found!r}: write a subclass of "
+            "services.learner.algorithms.base.Algorithm"
         )
-    return ALGORITHMS[config.algorithm](spec, config, device, seed)
+    try:
+        return found(spec, config, device, seed)
+    except ValueError as error:  # for example a spec without a discrete action
+        raise ConfigError(f"learner.algorithm = {config.algorithm!r}: {error}") from None

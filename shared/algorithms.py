@@ -1,0 +1,77 @@
+"""Algorithms by the names that a config gives them: built-in ones, and a user's own "package.module:Class".
+
+Owns only names. A learner asks for the class that trains, an actor for the network that acts; so an actor
+never imports a learner's code, unless a user's own class brings it along.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import ConfigError
+from shared.networks import PolicyNetwork
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """Where an algorithm and its network are found."""
+
+    algorithm: str
+    network: str
+
+
+BUILT_IN: Mapping[str, BuiltIn] = {
+    "dqn": BuiltIn("services.learner.algorithms.dqn:DQN", "shared.networks.q:QNetwork"),
+}
+
+
+def algorithm_class(name: str) -> Any:
+    """The class of an algorithm, with `network` and everything that `Algorithm` has."""
+    return _import(BUILT_IN[name].algorithm if name in BUILT_IN else name, name)
+
+
+def network_class(name: str) -> type[PolicyNetwork]:
+    """The network that an agent with this algorithm acts with."""
+    if name in BUILT_IN:
+        found = _import(BUILT_IN[name].network, name)
+    else:
+        found = getattr(_import(name, name), "network", None)
+    if not (isinstance(found, type) and issubclass(found, PolicyNetwork)):
+        raise ConfigError(
+            f"learner.algorithm = {name!r} has network = {found!r}: name a subclass of "
+            "shared.networks.PolicyNetwork there, or inherit from an algorithm that does"
+        )
+    return found
+
+
+def _import(place: str, name: str) -> Any:
+    module_name, colon, attribute = place.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigError(
+            f"learner.algorithm = {name!r}: no built-in algorithm has this name{_nearest(name, BUILT_IN)} "
+            f"Known are {', '.join(sorted(BUILT_IN))}, random and scripted; one of your own is written "
+            '"package.module:Class"'
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, TypeError) as error:  # TypeError: a relative name
+        raise ConfigError(
+            f"learner.algorithm = {name!r}: importing {module_name} failed ({error}); "
+            "is it installed, or its folder in PYTHONPATH, for learners and actors?"
+        ) from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise ConfigError(
+            f"learner.algorithm = {name!r}: module {module_name} has no {attribute!r}"
+            f"{_nearest(attribute, vars(module))}"
+        )
+    return found
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else "."

@@ -1,0 +1,102 @@
+"""The whole config, and what must fit together across its sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field, model_validator
+
+from shared.config.explain import explain, merged
+from shared.config.learner import LearnerConfig
+from shared.config.sections import (
+    ActorConfig,
+    Endpoints,
+    LimitsConfig,
+    ParallelConfig,
+    ParamServerConfig,
+    ReplayConfig,
+    RunConfig,
+    Section,
+    WorldConfig,
+)
+from shared.specs import AGENT_ID_PATTERN
+
+
+class Config(Section):
+    """Everything that can be set."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    run: RunConfig = RunConfig()
+    world: WorldConfig = WorldConfig()
+    actor: ActorConfig = ActorConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    replay: ReplayConfig = ReplayConfig()
+    learner: LearnerConfig = LearnerConfig()
+    agents: dict[Annotated[str, Field(pattern=AGENT_ID_PATTERN)], dict[str, Any]] = Field(default={})
+    """For single agents, by id: what differs from `learner`."""
+    param_server: ParamServerConfig = ParamServerConfig()
+    endpoints: Endpoints = Endpoints()
+    limits: LimitsConfig = LimitsConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        self._check_agents(self.agents, "agents")
+        self._check_agents(self.replay.placement, "replay.placement")
+        for agent in self.agents:
+            try:
+                self.learner_for(agent)
+            except pydantic.ValidationError as error:
+                raise ValueError(explain(error, LearnerConfig, f"agents.{agent}.")) from None
+        for agent, number in self.replay.placement.items():
+            if not 0 <= number < self.replay.services:
+                raise ValueError(
+                    f"replay.placement.{agent} = {number}: no such replay service; with replay.services = "
+                    f"{self.replay.services} they are 0 to {self.replay.services - 1}"
+                )
+        if self.replay.min_steps > self.replay.capacity_steps:
+            raise ValueError(
+                f"replay.min_steps ({self.replay.min_steps}) is more than "
+                f"replay.capacity_steps ({self.replay.capacity_steps}): nothing could ever be drawn"
+            )
+        if self.parallel.mode != "async" and self.world_has_workers:
+            raise ValueError(
+                f"learner.workers: {self.parallel.mode} repeats a run bit for bit, which needs one gradient "
+                "worker for each agent; set learner.workers to 1"
+            )
+        if self.param_server.heartbeat_s * 2 > self.param_server.lease_s:
+            raise ValueError(
+                f"param_server.lease_s ({self.param_server.lease_s}) must be at least twice "
+                f"heartbeat_s ({self.param_server.heartbeat_s}), or one late heartbeat loses the lease"
+            )
+        return self
+
+    def _check_agents(self, named: Iterable[str], key: str) -> None:
+        ids = {f"agent_{number}" for number in range(self.world.agents)}
+        for agent in named:
+            if agent not in ids:
+                raise ValueError(
+                    f"{key}.{agent}: no such agent; with world.agents = {self.world.agents} "
+                    f"they are agent_0 to agent_{self.world.agents - 1}"
+                )
+
+    def learner_for(self, agent: str) -> LearnerConfig:
+        """The settings of one agent's learner: `learner` with what `agents` says of it on top."""
+        overrides = self.agents.get(agent)
+        if not overrides:
+            return self.learner
+        return LearnerConfig.model_validate(merged(self.learner.model_dump(), overrides))
+
+    def learns(self, agent: str) -> bool:
+        """Whether the agent has a learner and a buffer; a random or scripted one has neither."""
+        return self.learner_for(agent).learns
+
+    @property
+    def world_has_workers(self) -> bool:
+        """Whether any agent's learner has several gradient workers."""
+        return any(self.learner_for(agent).workers > 1 for agent in {"", *self.agents})
+
+    @property
+    def segment_steps(self) -> int:
+        return min(self.actor.segment_steps, self.world.max_turns)

@@ -1,0 +1,42 @@
+"""Action values: the network of DQN."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from shared.config import NetworkConfig
+from shared.networks.base import Chosen, PolicyNetwork
+from shared.networks.layers import Linear
+from shared.specs import AgentSpec
+
+
+class QNetwork(PolicyNetwork):
+    """Observation stack to action values, dueling by default: Q = V + A - mean(A) (Wang et al. 2016)."""
+
+    def __init__(self, spec: AgentSpec, config: NetworkConfig) -> None:
+        super().__init__(spec, config)
+        if spec.discrete is None:
+            raise ValueError("a Q network needs a discrete action")
+        self.dueling = config.dueling
+        sizes = [self.inputs, *config.hidden]
+        self.body = nn.ModuleList(Linear(inputs, outputs) for inputs, outputs in pairwise(sizes))
+        # One layer for both heads: column 0 is the state's value, the others the advantages.
+        self.head = Linear(sizes[-1], spec.discrete.n + (1 if config.dueling else 0))
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., inputs] -> [..., actions]
+        for layer in self.body:
+            x = torch.relu(layer(x))
+        heads: Tensor = self.head(x)
+        return dueling_values(heads) if self.dueling else heads
+
+    def act(self, x: Tensor) -> Chosen:
+        return Chosen(discrete=self(x).argmax(-1))
+
+
+def dueling_values(heads: Tensor) -> Tensor:
+    """[..., 1 + actions] with the state's value first -> [..., actions]: Q = V + A - mean(A)."""
+    value, advantage = heads[..., :1], heads[..., 1:]
+    return value + advantage - advantage.mean(-1, keepdim=True)
