@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -21,6 +21,9 @@ from rookery.view import View, render_status
 from shared.config import Config, build_config, load_config, merged
 from shared.errors import ConfigError, PeerSilent, RookeryError
 from shared.logs import set_up_logging
+
+if TYPE_CHECKING:
+    from rookery.sequential import SequentialRun
 
 EVAL_SEED_OFFSET = 1_000_003  # greedy epochs are played on other seeds than training
 
@@ -67,6 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     length.add_argument("--agent-steps", type=int, metavar="N", help="train for N steps, summed over agents")
     train.add_argument("--seed", type=int, metavar="S")
+    train.add_argument(
+        "--mode",
+        choices=("async", "lockstep", "sequential"),
+        help="async: everything at its own speed (default); lockstep: processes in rounds, repeatable bit "
+        "for bit; sequential: the same in this one process, for a debugger",
+    )
     train.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<world>-<time>")
     train.add_argument("--resume", type=Path, metavar="RUN", help="continue this run where it stopped")
     train.add_argument(
@@ -107,10 +116,11 @@ def train_command(options: argparse.Namespace) -> int:
         run, config = create_run(load_config(options.config, _settings(options)), options.run_dir)
     before = run.config() if options.resume else None
     run.write_config(config)
-    view = View(config)
+    sequential = config.parallel.mode == "sequential"
+    view = View(config, live=not sequential)  # a live display and a debugger would fight for the terminal
     view.say(f"run {run.path}")
     try:
-        ending = Launcher(run, config, view).launch(resume=bool(options.resume))
+        ending = _runner(run, config, view).launch(resume=bool(options.resume))
     except ConfigError:
         if before is not None:
             run.write_config(before)  # what cannot work must not stay in the run
@@ -118,6 +128,15 @@ def train_command(options: argparse.Namespace) -> int:
     finally:
         view.close()
     return _finish(run, config, view, ending)
+
+
+def _runner(run: RunDirectory, config: Config, view: View) -> Launcher | SequentialRun:
+    if config.parallel.mode != "sequential":
+        return Launcher(run, config, view)
+    # torch is slow to load, and the launcher's processes load it themselves
+    from rookery.sequential import SequentialRun  # noqa: PLC0415
+
+    return SequentialRun(run, config, view)
 
 
 def _settings(options: argparse.Namespace) -> list[str]:
@@ -130,6 +149,9 @@ def _settings(options: argparse.Namespace) -> list[str]:
         "run.minutes": options.minutes,
     }
     settings = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    if options.mode is not None:
+        settings.append(f"parallel.enabled={str(options.mode != 'sequential').lower()}")
+        settings.append(f"parallel.async_learning={str(options.mode == 'async').lower()}")
     if options.agent_steps is not None:
         settings.append("run.minutes=null")
     return [*settings, *options.set]

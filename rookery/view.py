@@ -18,10 +18,11 @@ PLAIN_EVERY_S = 10.0
 class View:
     """Shows a run's status as it comes."""
 
-    def __init__(self, config: Config, console: Console | None = None) -> None:
+    def __init__(self, config: Config, console: Console | None = None, live: bool = True) -> None:
         self.console = console or Console()
         self._config = config
-        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        live = live and self.console.is_terminal
+        self._live = Live(console=self.console, auto_refresh=False) if live else None
         self._last_plain = -1e9
         self._last_state = ""
         if self._live:

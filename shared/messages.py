@@ -110,6 +110,8 @@ class Segment(Message):
     owned: Annotated[int, Field(ge=1, lt=2**16)]
     rows: Annotated[int, Field(ge=2, lt=2**16)]
     checksum: Annotated[int, Field(ge=0, lt=2**64)]  # xxh3 over the data frame
+    round: Count = 0  # in lockstep: the round that these steps are of
+    closes_round: bool = False  # in lockstep: the actor has no more of this agent in this round
 
 
 class StreamReport(Request):
@@ -126,6 +128,7 @@ class Mark(Part):
 
     stored: Count
     acknowledged: Count
+    held: Count = 0  # in lockstep: received after `stored` and kept until their round's turn; not missing
     gap: bool = False  # something later than stored + 1 arrived: go back and send again
 
 
@@ -160,10 +163,30 @@ class Batch(Reply):
 
 
 class PriorityUpdate(Message):
-    """New priorities for drawn rows: arrays index, generation, priority. Not answered."""
+    """New priorities for the rows of one draw: arrays index, generation, priority; none if it was skipped.
+
+    Not answered.
+    """
 
     kind: Literal["priority_update"] = "priority_update"
     token: Token
+    draw: Count
+
+
+class PhaseRequest(Request):
+    """In lockstep: how often may I draw once this round is stored? Held by replay until it is."""
+
+    kind: Literal["phase_request"] = "phase_request"
+    token: Token
+    round: Count
+
+
+class PhaseGrant(Reply):
+    """All draws below `draws` are due: the round is stored, the next one waits until they are trained on."""
+
+    kind: Literal["phase_grant"] = "phase_grant"
+    round: Count
+    draws: Count
 
 
 class ReplayStatsRequest(Request):
@@ -304,6 +327,36 @@ class LeaseGrant(Reply):
     token: Token | None = None
     index: Count | None = None
     lease_s: Duration
+
+
+class RoundRequest(Request):
+    """In lockstep: may I play this round (None: the first one)? Held by the parameter server until I may."""
+
+    kind: Literal["round_request"] = "round_request"
+    index: Count
+    round: Count | None = None
+
+
+class RoundGrant(Reply):
+    """Play this round, each agent with exactly this version of its weights."""
+
+    kind: Literal["round_grant"] = "round_grant"
+    round: Count
+    versions: dict[AgentId, Count]
+
+
+class PermitRequest(Request):
+    """A learner asks to be one of those that train now (parallel.num_workers). Held until there is room."""
+
+    kind: Literal["permit_request"] = "permit_request"
+    token: Token
+
+
+class PermitReturn(Message):
+    """The permit is free for the next one. Not answered; a lost one comes back with the lease."""
+
+    kind: Literal["permit_return"] = "permit_return"
+    token: Token
 
 
 class EpochSummary(Part):
@@ -522,9 +575,10 @@ class RunNotice(Message):
 AnyMessage = Annotated[
     ErrorReply | Done
     | Segment | StreamReport | StreamMarks
-    | SampleRequest | Batch | PriorityUpdate
+    | SampleRequest | Batch | PriorityUpdate | PhaseRequest | PhaseGrant
     | ReplayStatsRequest | ReplayStats | SnapshotOrder | SnapshotTaken | LedgerRequest | Ledger
     | Hello | Welcome | SpecRegistration | SpecRequest | Specs
+    | RoundRequest | RoundGrant | PermitRequest | PermitReturn
     | LeaseRequest | LeaseGrant | Heartbeat | HeartbeatReply | Release | ProducedRequest | Produced
     | Publish | Published | SnapshotRequest | Weights
     | CheckpointChunk | CheckpointRequest | CheckpointPiece

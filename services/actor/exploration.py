@@ -60,3 +60,8 @@ class Dice:
         chosen = np.where(self._chances[self._at] < epsilon, self._choices[self._at], greedy)
         self._at += 1
         return chosen
+
+
+def hash_seed(*parts: int) -> int:
+    """One seed from several numbers."""
+    return int(np.random.SeedSequence(list(parts)).generate_state(1, np.uint64)[0])

@@ -90,17 +90,18 @@ class Outbox:
         first_kept = stream.window[0][0].sequence if stream.window else stream.next_sequence
         stream.cursor = max(stream.cursor, first_kept)
         # Missing in one report is on its way, a report overtakes segments; missing in two in a row is lost.
-        stuck = reported and mark.stored == stream.missing_at_last_report
+        arrived = mark.stored + mark.held
+        stuck = reported and arrived == stream.missing_at_last_report
         if reported:
-            stream.missing_at_last_report = mark.stored if stream.cursor > mark.stored + 1 else -1
+            stream.missing_at_last_report = arrived if stream.cursor > arrived + 1 else -1
         if stuck and mark.stored + 1 < first_kept:
             raise BrokenInvariant(
                 f"replay has {agent} up to segment {mark.stored} and had acknowledged {first_kept - 1}: it "
                 "lost its files; this actor's streams cannot go on, a new one's can"
             )
-        missing = stream.cursor > mark.stored + 1
+        missing = stream.cursor > arrived + 1
         if (mark.gap or stuck) and missing and now - stream.went_back > GO_BACK_PAUSE_S:
-            self._go_back(stream, max(mark.stored + 1, first_kept), now)
+            self._go_back(stream, max(arrived + 1, first_kept), now)
 
     def _go_back(self, stream: _Stream, sequence: int, now: float) -> None:
         self.resent_segments += stream.cursor - sequence

@@ -9,14 +9,14 @@ Next: services/actor/service.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from services.actor.exploration import Dice, epsilons, ladder_floors
-from services.actor.policies import group_agents
+from services.actor.policies import PolicyGroup, group_agents
 from services.actor.segments import Cut, SegmentWriter
 from shared.config import Config
 from shared.errors import WorldError
@@ -37,9 +37,17 @@ class Played:
 class Rollout:
     """The worlds, policies and segment writers of one actor."""
 
-    def __init__(self, config: Config, world: World, *, actor_index: int, first_epoch: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        *,
+        actor_index: int,
+        first_epoch: int,
+        groups: Sequence[PolicyGroup] | None = None,
+    ) -> None:
         self.config, self.world = config, world
-        self.groups = group_agents(config, world.specs, world.envs)
+        self.groups = groups or group_agents(config, world.specs, world.envs)
         self.group_of = {agent: group for group in self.groups for agent in group.agents}
         self.floors = ladder_floors(config.actor.epsilon, actor_index, world.envs)
         self.writers = {

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shared.layout import Array, Arrays
+from shared.codec import segment_checksum
+from shared.layout import Array, Arrays, Packed, pack
+from shared.messages import Segment
 from shared.specs import AgentSpec
 
 Mask = npt.NDArray[np.bool_]
@@ -105,3 +107,37 @@ class SegmentWriter:
             values[slot, :kept] = values[slot, start : start + kept].copy()
         self._first[slot] -= start
         self._steps[slot] -= start
+
+
+def make_segment(
+    cut: Cut,
+    *,
+    run: str,
+    incarnation: str,
+    agent: str,
+    sequence: int,
+    produced_steps: int,
+    actor_index: int,
+    number: int = 0,
+    closes_round: bool = False,
+) -> tuple[Segment, Packed]:
+    """A cut with its place in a stream (and, in lockstep, in round `number`), as it travels."""
+    packed = pack(cut.arrays)
+    segment = Segment(
+        run=run,
+        arrays=packed.layout.text,
+        incarnation=incarnation,
+        agent=agent,
+        sequence=sequence,
+        produced_steps=produced_steps,
+        actor_index=actor_index,
+        slot=cut.slot,
+        epoch=cut.epoch,
+        before=cut.before,
+        owned=cut.owned,
+        rows=cut.rows,
+        checksum=segment_checksum(packed),
+        round=number,
+        closes_round=closes_round,
+    )
+    return segment, packed

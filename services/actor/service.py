@@ -12,19 +12,19 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from services.actor.exploration import epsilons
+from services.actor.exploration import epsilons, hash_seed
 from services.actor.outbox import Outbox
 from services.actor.rollout import Played, Rollout
-from services.actor.segments import Cut
-from shared.codec import Received, segment_checksum
+from services.actor.segments import Cut, make_segment
+from shared.codec import Received
 from shared.config import Config
 from shared.errors import ConfigError, Refused, RookeryError, SpecMismatch, WorldError
-from shared.layout import Arrays, pack
+from shared.layout import Arrays
 from shared.links.broadcast import BroadcastListener
 from shared.links.requests import RequestSender
 from shared.links.segments import SegmentSender
@@ -45,6 +45,7 @@ from shared.messages import (
 )
 from shared.placement import replay_of
 from shared.service import Service
+from shared.specs import AgentSpec
 from shared.weights_state import Applied, NeedsSnapshot, WeightsState
 from worlds.base import World
 from worlds.registry import build_world
@@ -82,15 +83,20 @@ class ActorService(Service):
         self.join()
         grant = self.get_lease("actor")
         assert grant.index is not None
-        world = self._build_world(grant.index)
-        self.agents = list(world.specs)
-        self.call_patiently(self.params, SpecRegistration(specs=dict(world.specs)), "the parameter server")
-        self.rollout = Rollout(self.config, world, actor_index=grant.index, first_epoch=self.epochs)
+        specs = self.open_world(grant.index)
+        self.agents = list(specs)
+        self.call_patiently(self.params, SpecRegistration(specs=dict(specs)), "the parameter server")
         self.outbox = Outbox(self.agents, self.config.actor.window_segments)
         self._connect_replays()
-        self._subscribe()
+        self.subscribe()
         self.loop.every(REPORT_S, self._report, first_s=0.0)
-        log.info("playing", index=grant.index, agents=self.agents, envs=world.envs)
+        log.info("playing", index=grant.index, agents=self.agents, envs=self.config.actor.envs)
+
+    def open_world(self, index: int) -> Mapping[str, AgentSpec]:
+        """Gets ready to play; returns the agents' specs."""
+        world = self._build_world(index)
+        self.rollout = Rollout(self.config, world, actor_index=index, first_epoch=self.epochs)
+        return world.specs
 
     def _build_world(self, index: int) -> World:
         # The epoch at which it joins is part of the seed: a resumed run does not play its first epochs again.
@@ -121,7 +127,8 @@ class ActorService(Service):
             )
         self.home = {agent: replay_of(self.config, self.agents, agent) for agent in self.agents}
 
-    def _subscribe(self) -> None:
+    def subscribe(self) -> None:
+        """Follows every agent's newest weights."""
         self.weights = {agent: WeightsState(agent) for agent in self.agents}
         self.broadcasts = BroadcastListener(
             self.context,
@@ -139,11 +146,11 @@ class ActorService(Service):
         self._pump()
         full = self.outbox.full
         if not self.active or full:
-            self._wait(self._why_wait(full))
+            self._wait(self._why_full(full) if full else self._why_idle())
             return False
         self._go_on()
         for agent, cut in self.rollout.turn(self._steps_so_far()):
-            self._take(agent, cut)
+            self.take_cut(agent, cut)
         self.turns += 1
         self.own_steps += self.rollout.world.envs
         return True
@@ -152,9 +159,10 @@ class ActorService(Service):
         """Steps of one agent over all actors: what the parameter server last said, and our own since."""
         return self.agent_steps / len(self.agents) + self.own_steps
 
-    def _why_wait(self, full: list[str]) -> str:
-        if not full:
-            return f"the run is {self.state}" if self.state != "running" else "held by a person"
+    def _why_idle(self) -> str:
+        return f"the run is {self.state}" if self.state != "running" else "held by a person"
+
+    def _why_full(self, full: list[str]) -> str:
         reasons = "; ".join(reason for reason in self.replay_says.values() if reason)
         return f"replay to acknowledge {', '.join(full)}" + (f" ({reasons})" if reasons else "")
 
@@ -169,24 +177,19 @@ class ActorService(Service):
             self.waited_s += time.monotonic() - self._waiting_since
             self._waiting_since = None
 
-    def _take(self, agent: str, cut: Cut) -> None:
+    def take_cut(self, agent: str, cut: Cut, closes_round: bool = False) -> None:
         """Gives a finished segment its place in its stream."""
         assert self.index is not None
-        packed = pack(cut.arrays)
-        segment = Segment(
+        segment, packed = make_segment(
+            cut,
             run=self.params.run,
-            arrays=packed.layout.text,
             incarnation=self.incarnation,
             agent=agent,
             sequence=self.outbox.next_sequence(agent),
-            produced_steps=self.rollout.produced_steps[agent],
+            produced_steps=self.produced_steps()[agent],
             actor_index=self.index,
-            slot=cut.slot,
-            epoch=cut.epoch,
-            before=cut.before,
-            owned=cut.owned,
-            rows=cut.rows,
-            checksum=segment_checksum(packed),
+            number=self.current_round(),
+            closes_round=closes_round,
         )
         if self.journal is not None:
             _write_journal(self.journal, segment)
@@ -196,6 +199,27 @@ class ActorService(Service):
         for agent in self.agents:
             self.outbox.pump(agent, self.senders[self.home[agent]].send)
 
+    # --- what an actor in rounds does differently -----------------------------------------------------------
+
+    def current_round(self) -> int:
+        return 0
+
+    def produced_steps(self) -> dict[str, int]:
+        """By agent, all that was played."""
+        return self.rollout.produced_steps
+
+    def take_played(self) -> Played:
+        """What was played since this was last asked."""
+        played, self.rollout.played = self.rollout.played, Played(return_sums=dict.fromkeys(self.agents, 0.0))
+        return played
+
+    def open_segments(self) -> list[tuple[str, Cut]]:
+        """At the end: what was played and is in no segment yet."""
+        return self.rollout.close()
+
+    def mean_epsilon(self) -> float:
+        return float(epsilons(self.config.actor.epsilon, self.rollout.floors, self._steps_so_far()).mean())
+
     # --- acknowledgements -------------------------------------------------------------------------------
 
     def _report(self, final: bool = False) -> None:
@@ -204,9 +228,7 @@ class ActorService(Service):
             if replay.waiting and not final:
                 continue
             produced = {
-                agent: steps
-                for agent, steps in self.rollout.produced_steps.items()
-                if self.home[agent] == place
+                agent: steps for agent, steps in self.produced_steps().items() if self.home[agent] == place
             }
             report = StreamReport(incarnation=self.incarnation, produced_steps=produced, final=final)
             replay.ask(
@@ -282,10 +304,7 @@ class ActorService(Service):
     def epoch_summary(self) -> EpochSummary | None:
         """The unconfirmed summary if there is one, else a new one of what was played since."""
         if self.summary is None and self.ready:
-            played, self.rollout.played = (
-                self.rollout.played,
-                Played(return_sums=dict.fromkeys(self.agents, 0.0)),
-            )
+            played = self.take_played()
             if played.env_steps:
                 self.summaries += 1
                 self.summary = EpochSummary(
@@ -314,13 +333,11 @@ class ActorService(Service):
         rate = self._turns_per_s(time.monotonic())
         figures = {
             "turns_per_s": rate,
-            "env_steps_per_s": rate * self.rollout.world.envs,
+            "env_steps_per_s": rate * self.config.actor.envs,
             "unacknowledged_segments": float(self.outbox.unacknowledged_segments),
             "resent_segments": float(self.outbox.resent_segments),
             "waited_s": self.waited_s,
-            "epsilon": float(
-                epsilons(self.config.actor.epsilon, self.rollout.floors, self._steps_so_far()).mean()
-            ),
+            "epsilon": self.mean_epsilon(),
         }
         for agent, state in self.weights.items():
             figures[f"version.{agent}"] = float(state.version)
@@ -339,8 +356,8 @@ class ActorService(Service):
     def wind_down(self) -> None:
         """Closes the open segments and stays until replay has stored them all, within a bound."""
         deadline = time.monotonic() + LAST_WORDS_S
-        for agent, cut in self.rollout.close():
-            self._take(agent, cut)
+        for agent, cut in self.open_segments():
+            self.take_cut(agent, cut)
         self._report()
         while not self.outbox.all_stored and time.monotonic() < deadline:
             self._pump()
@@ -351,11 +368,6 @@ class ActorService(Service):
         self._report(final=True)
         for replay in self.replays:
             replay.flush(max(0.2, deadline - time.monotonic()))
-
-
-def hash_seed(*parts: int) -> int:
-    """One seed from several numbers."""
-    return int(np.random.SeedSequence(list(parts)).generate_state(1, np.uint64)[0])
 
 
 def _open_journal(run_dir: Path, incarnation: str) -> int:

@@ -15,18 +15,19 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from services.learner.algorithms import build_algorithm
+from services.learner.algorithms import algorithm_for
 from services.learner.algorithms.base import UpdateReport
 from services.learner.checkpoint import Uploader, download, pack, unpack
 from services.learner.figures import Figures
-from services.learner.training import Tensors
+from services.learner.permit import Permit
+from services.learner.rounds import LearnerRounds
+from services.learner.training import Tensors, aligned, beta_at
 from shared.codec import Received
 from shared.config import Config
 from shared.errors import ConfigError, PeerSilent, Refused, RookeryError, StaleToken
-from shared.layout import ALIGNMENT_BYTES, Arrays
+from shared.layout import ALIGNMENT_BYTES, Array, Arrays
 from shared.logs import get_logger
 from shared.messages import (
     Batch,
@@ -58,13 +59,14 @@ class LearnerService(Service):
     def __init__(self, config: Config, run_dir: Path, instance: str, agent: str | None = None) -> None:
         super().__init__(config, run_dir, instance)
         self.wanted_agent = agent
-        self.batches: deque[Arrays] = deque()
+        self.batches: deque[tuple[int, Arrays]] = deque()  # draw number and rows
         self.in_flight = 0
         self.next_draw = 0
         self.version = 0
         self.publishing = False
         self.published_updates = -1
         self.figures = Figures()
+        self.rounds: LearnerRounds | None = None  # in lockstep
 
     # --- start ------------------------------------------------------------------------------------------
 
@@ -76,25 +78,29 @@ class LearnerService(Service):
         agent = self.token.agent
         self.settings = self.config.learner_for(agent)
         torch.set_num_threads(self.settings.threads)
-        order = sorted(specs).index(agent)
-        device = pick_device(self.settings.device, order)
-        seed = int(np.random.SeedSequence([self.config.seed, order]).generate_state(1)[0])
-        self.algorithm = build_algorithm(specs[agent], self.settings, device, seed)
+        self.algorithm = algorithm_for(self.config, specs, agent)
         self._check_sizes()
         self.uploader = Uploader(self.params, self.token, self.config.limits.max_message_bytes)
         self.replay = self.open_requests(
             self.config.endpoints.replay[replay_of(self.config, specs, agent)].requests
         )
         self.replay.run = self.params.run
-        self._resume()
-        self._publish()
-        self.loop.every(self.settings.publish_s, self._publish_if_changed)
-        self.loop.every(self.settings.checkpoint_s, self._checkpoint)
+        parallel = self.config.parallel
+        self.permit = Permit(self.params, self.token, limited=parallel.training_at_once is not None)
+        if parallel.mode == "lockstep":
+            self.rounds = LearnerRounds(self.replay, self.token, self._publish)
+        resumed = self._resume()
+        if self.rounds is None:
+            self._publish()
+            self.loop.every(self.settings.publish_s, self._publish_if_changed)
+            self.loop.every(self.settings.checkpoint_s, self._checkpoint)
+        elif not resumed:
+            self._publish_first()
         log.info(
             "learning",
             agent=agent,
             token=self.token.number,
-            device=str(device),
+            device=str(self.algorithm.device),
             updates=self.algorithm.updates,
         )
 
@@ -107,23 +113,26 @@ class LearnerService(Service):
                 f"limits.max_message_bytes is {limit:,}"
             )
 
-    def _resume(self) -> None:
-        """Goes on from the newest checkpoint, or at least from the newest weights."""
+    def _resume(self) -> bool:
+        """Goes on from the newest checkpoint, or at least from the newest weights. False: a fresh start."""
         assert self.token is not None
         data = self._patient_download()
         if data is not None:
             tensors, counters = unpack(data)
             self._load(self.algorithm.restore, tensors)
             self.next_draw = counters["next_draw"]
-            return
+            if self.rounds is not None:
+                self.rounds.resume(counters.get("rounds", 0), self.next_draw)
+            return True
         try:
             received = self.params.call(SnapshotRequest(agent=self.token.agent), timeout_s=30.0)
         except Refused as error:
             log.info("a fresh start", reason=str(error))
-            return
+            return False
         expect(received.message, Weights)
         weights = {name: torch.tensor(array) for name, array in received.arrays.items()}
         self._load(self.algorithm.load_policy, weights)
+        return True
 
     def _load(self, load: Callable[[Tensors], None], tensors: Tensors) -> None:
         try:
@@ -153,67 +162,104 @@ class LearnerService(Service):
         if not self.active:
             self.waiting_for = f"the run is {self.state}" if self.state != "running" else "held by a person"
             return False
+        if self.rounds is not None:
+            self.rounds.ask()
         self._request_batches()
-        if not self.batches:
-            self.waiting_for = "batches from replay"
+        if not self._batch_is_here():
+            self.waiting_for = self._awaited()
+            return False
+        if not self.permit.obtain():
+            self.waiting_for = "a permit to train: others have their turn"
             return False
         self.waiting_for = ""
-        self._train(self.batches.popleft())
-        return bool(self.batches)
+        self._train(*self.batches.popleft())
+        if self.rounds is None:
+            self.permit.give_back_in_turn()
+        return self._batch_is_here()
 
-    def _train(self, arrays: Arrays) -> None:
+    def _batch_is_here(self) -> bool:
+        """In lockstep only the next draw will do; an answer that was lost once may come after later ones."""
+        if self.rounds is None:
+            return bool(self.batches)
+        self.batches = deque(sorted(self.batches, key=lambda batch: batch[0]))
+        return bool(self.batches) and self.batches[0][0] == self.rounds.trained
+
+    def _awaited(self) -> str:
+        if self.rounds is not None and self.rounds.at_boundary:
+            return f"round {self.rounds.number} to be played"
+        return "batches from replay"
+
+    def _train(self, draw: int, arrays: Arrays) -> None:
+        if self.rounds is not None:
+            arrays = aligned(arrays)
         report = self.algorithm.update(arrays)
-        if report is None:
-            return
-        self._send_priorities(arrays, report)
-        self.figures.add(report, age=self.version - float(arrays["version"].mean()))
-        if self.algorithm.updates - self.published_updates >= self.settings.publish_updates:
+        self._send_priorities(draw, arrays, report)
+        if report is not None:
+            self.figures.add(report, age=self.version - float(arrays["version"].mean()))
+        if self.rounds is not None:
+            self.rounds.on_trained()
+        elif self.algorithm.updates - self.published_updates >= self.settings.publish_updates:
             self._publish()
 
-    def _send_priorities(self, arrays: Arrays, report: UpdateReport) -> None:
+    def _send_priorities(self, draw: int, arrays: Arrays, report: UpdateReport | None) -> None:
         assert self.token is not None
-        self.replay.tell(
-            PriorityUpdate(token=self.token),
-            {"index": arrays["index"], "generation": arrays["generation"], "priority": report.priorities},
-        )
+        rows: dict[str, Array] = {}
+        if report is not None:
+            rows = {
+                "index": arrays["index"],
+                "generation": arrays["generation"],
+                "priority": report.priorities,
+            }
+        sent = self.replay.tell(PriorityUpdate(token=self.token, draw=draw), rows)
+        if not sent and self.rounds is not None:
+            raise PeerSilent("replay takes no priorities: a run in lockstep cannot go on without them")
 
     def _request_batches(self) -> None:
         assert self.token is not None
-        while self.in_flight + len(self.batches) < self.settings.prefetch:
-            request = SampleRequest(
-                token=self.token, draw=self.next_draw, batch_size=self.settings.batch_size, beta=self._beta()
-            )
+        while self.in_flight + len(self.batches) < self.settings.prefetch and self._may_draw(self.next_draw):
+            self._ask_for(self.next_draw)
             self.next_draw += 1
             self.in_flight += 1
-            self.replay.ask(
-                request,
-                on_reply=self._on_batch,
-                on_failure=self._on_no_batch,
-                timeout_s=SAMPLE_TIMEOUT_S,
-                retry_s=SAMPLE_RETRY_S,
-            )
 
-    def _beta(self) -> float:
-        priority = self.settings.priority
-        progress = min(1.0, self.algorithm.updates / priority.beta_updates)
-        return priority.beta_start + progress * (priority.beta_end - priority.beta_start)
+    def _may_draw(self, draw: int) -> bool:
+        return self.rounds is None or draw < self.rounds.due_draws
+
+    def _ask_for(self, draw: int) -> None:
+        assert self.token is not None
+        self.replay.ask(
+            SampleRequest(
+                token=self.token,
+                draw=draw,
+                batch_size=self.settings.batch_size,
+                beta=beta_at(self.settings.priority, draw),
+            ),
+            on_reply=self._on_batch,
+            on_failure=lambda error: self._on_no_batch(draw, error),
+            timeout_s=SAMPLE_TIMEOUT_S,
+            retry_s=SAMPLE_RETRY_S,
+        )
 
     def _on_batch(self, received: Received) -> None:
-        expect(received.message, Batch)
+        batch = expect(received.message, Batch)
         self.in_flight -= 1
-        self.batches.append(received.arrays)
+        self.batches.append((batch.draw, received.arrays))
 
-    def _on_no_batch(self, error: RookeryError) -> None:
+    def _on_no_batch(self, draw: int, error: RookeryError) -> None:
         if isinstance(error, StaleToken):
             raise error
         if isinstance(error, Refused) and error.code != "deadline":
             log.warning("no batch; asking again in a moment", reason=str(error))
-            self.loop.after(REFUSED_PAUSE_S, self._forget_one)  # at once would be refused at once again
+            # At once would be refused at once again.
+            self.loop.after(REFUSED_PAUSE_S, lambda: self._give_up_draw(draw))
             return
-        self._forget_one()
+        self._give_up_draw(draw)
 
-    def _forget_one(self) -> None:
-        self.in_flight -= 1
+    def _give_up_draw(self, draw: int) -> None:
+        """The next draw will do as well; but in lockstep there is no other."""
+        if self.rounds is not None:
+            self._ask_for(draw)
+        else:
+            self.in_flight -= 1
 
     # --- publishing and checkpoints ---------------------------------------------------------------------
 
@@ -228,15 +274,32 @@ class LearnerService(Service):
         assert self.token is not None
         self.publishing = True
         self.published_updates = self.algorithm.updates
-        message = Publish(token=self.token, publish_id=uuid.uuid4().hex, updates=self.algorithm.updates)
-        arrays = {name: tensor.numpy() for name, tensor in self.algorithm.policy().items()}
+        publish_id = uuid.uuid4().hex if self.rounds is None else f"phase-{self.rounds.number}"
+        message = Publish(token=self.token, publish_id=publish_id, updates=self.algorithm.updates)
         self.params.ask(
-            message, arrays, on_reply=self._on_published, on_failure=self._on_not_published, timeout_s=10.0
+            message,
+            self._policy_arrays(),
+            on_reply=self._on_published,
+            on_failure=self._on_not_published,
+            timeout_s=10.0,
         )
+
+    def _publish_first(self) -> None:
+        """Version 1 of a run in rounds; every other version is made by a phase."""
+        assert self.token is not None
+        message = Publish(token=self.token, publish_id="first", updates=0)
+        received = self.params.call(message, self._policy_arrays(), timeout_s=30.0)
+        self.version = expect(received.message, Published).version
+
+    def _policy_arrays(self) -> dict[str, Array]:
+        return {name: tensor.numpy() for name, tensor in self.algorithm.policy().items()}
 
     def _on_published(self, received: Received) -> None:
         self.publishing = False
         self.version = expect(received.message, Published).version
+        if self.rounds is not None:
+            self.permit.give_back()
+            self.rounds.on_published()
 
     def _on_not_published(self, error: RookeryError) -> None:
         self.publishing = False
@@ -244,6 +307,8 @@ class LearnerService(Service):
         if isinstance(error, StaleToken):
             raise error
         log.warning("weights not published yet", reason=str(error))
+        if self.rounds is not None:
+            self._publish()  # there is no timer: a phase ends with its publishing
 
     def _checkpoint(self) -> None:
         if not self.uploader.busy and self.active:
@@ -252,7 +317,10 @@ class LearnerService(Service):
     def _packed(self) -> bytes:
         # Draws in flight were not trained on: a resumed learner asks for them again.
         untrained = self.in_flight + len(self.batches)
-        return pack(self.algorithm.checkpoint(), {"next_draw": self.next_draw - untrained})
+        counters = {"next_draw": self.next_draw - untrained}
+        if self.rounds is not None:
+            counters["rounds"] = self.rounds.number
+        return pack(self.algorithm.checkpoint(), counters)
 
     def on_heartbeat_reply(self, reply: HeartbeatReply) -> None:
         """A lease that was given to somebody else, or given back in our name, does not come back."""
@@ -263,13 +331,16 @@ class LearnerService(Service):
 
     def wind_down(self) -> None:
         """A last publish and a last checkpoint, if the parameter server answers in time."""
+        if self.rounds is not None and not self.rounds.at_boundary:
+            log.warning("ended in the middle of a phase: without a checkpoint the run cannot be resumed")
+            return
         deadline = time.monotonic() + LAST_WORDS_S
         self._drop_sample_requests()
         while self.uploader.busy and time.monotonic() < deadline:
             self.params.flush(0.1)
         if not self.uploader.busy:
             self.uploader.start(self._packed())
-        if self.algorithm.updates != self.published_updates:
+        if self.rounds is None and self.algorithm.updates != self.published_updates:
             self._publish()
         if not self.params.flush(max(0.5, deadline - time.monotonic())):
             log.warning("the parameter server did not take the last checkpoint in time")
@@ -286,16 +357,8 @@ class LearnerService(Service):
             "updates": float(self.algorithm.updates),
             "skipped_updates": float(self.algorithm.skipped),
             "version": float(self.version),
-            "beta": self._beta(),
+            "beta": beta_at(self.settings.priority, self.next_draw),
             "checkpoints": float(self.uploader.completed),
             "repeats": float(self.replay.counters["repeats"] + self.params.counters["repeats"]),
         }
         return own | self.figures.take()
-
-
-def pick_device(name: str, order: int) -> torch.device:
-    """`auto`: the GPUs in turn, by the agent's place among the agents; the CPU where there is none."""
-    if name != "auto":
-        return torch.device(name)
-    gpus = torch.cuda.device_count()
-    return torch.device(f"cuda:{order % gpus}") if gpus else torch.device("cpu")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shared.config import TargetConfig
+from shared.config import PriorityConfig, TargetConfig
 from shared.layout import Arrays
 from shared.logs import get_logger
 
@@ -20,6 +20,18 @@ Tensors = dict[str, Tensor]
 def to_tensors(arrays: Arrays, device: torch.device) -> Tensors:
     """A batch as tensors on the device; on the CPU they are views on the received frames."""
     return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+
+
+def aligned(arrays: Arrays) -> Arrays:
+    """The arrays in memory of torch's own, which is aligned: matrix products of the same numbers may differ
+    in their last bits with the address that they lie at."""
+    return {name: torch.tensor(array).numpy() for name, array in arrays.items()}
+
+
+def beta_at(priority: PriorityConfig, draw: int) -> float:
+    """The importance-weight exponent of a draw: linear from beta_start to beta_end."""
+    progress = min(1.0, draw / priority.beta_updates)
+    return priority.beta_start + progress * (priority.beta_end - priority.beta_start)
 
 
 class TargetNetwork:

@@ -23,8 +23,10 @@ import zmq
 from services.param_server.broadcasts import Broadcast, BroadcastEncoder
 from services.param_server.checkpoints import CheckpointStore
 from services.param_server.leases import LeaseBook
+from services.param_server.permits import Permits
 from services.param_server.progress import Progress
 from services.param_server.roster import Roster
+from services.param_server.rounds import RoundGate
 from services.param_server.run_state import RunBook
 from services.param_server.spec_book import SpecBook
 from services.param_server.versions import VersionStore
@@ -49,12 +51,16 @@ from shared.messages import (
     LearnerLease,
     LeaseGrant,
     LeaseRequest,
+    PermitRequest,
+    PermitReturn,
     Produced,
     ProducedRequest,
     Publish,
     Published,
     Release,
     Request,
+    RoundGrant,
+    RoundRequest,
     RunNotice,
     RunStatus,
     ServiceStatus,
@@ -68,6 +74,7 @@ from shared.messages import (
     Welcome,
 )
 from shared.ownership import own
+from shared.schedule import Schedule
 
 log = get_logger()
 
@@ -98,9 +105,12 @@ class ParamServer:
         self.run_book = RunBook(
             params / "run.json",
             minutes=config.run.minutes,
-            agent_steps=config.run.agent_steps,
+            agent_steps=None if config.parallel.mode == "lockstep" else config.run.agent_steps,
             now=self.started,
         )
+        # In lockstep a run ends between two rounds: the gate knows when.
+        self.gate = RoundGate(Schedule.of(config)) if config.parallel.mode == "lockstep" else None
+        self.permits = Permits(config.parallel.training_at_once)
         self.spec_book = SpecBook(params / "specs.json")
         self.leases = LeaseBook(params / "leases.json", settings.lease_s, time.monotonic)
         self.progress = Progress(params / "progress.jsonl")
@@ -128,6 +138,9 @@ class ParamServer:
             "spec_registration": self.on_spec_registration,
             "spec_request": self.on_spec_request,
             "lease_request": self.on_lease_request,
+            "round_request": self.on_held_request,
+            "permit_request": self.on_permit_request,
+            "permit_return": self.on_permit_return,
             "heartbeat": self.on_heartbeat,
             "release": self.on_release,
             "produced_request": self.on_produced_request,
@@ -183,15 +196,26 @@ class ParamServer:
         self.run_book.tick(now)
         for lease in self.leases.expire(now):
             log.warning("lease lapsed", role=lease.role, name=lease.name, instance=lease.instance)
+            if lease.role == "learner":
+                self.permits.give_back(lease.name)
         if self.run_book.state == "running":
             reason = self.run_book.limit_reached(now, self.progress.totals.agent_steps)
             if reason:
                 log.info("limit reached", reason=reason)
+                self._end_run(now)
+            if self.gate is not None and self.gate.is_over(self._learning_versions()):
                 self._drain(now)
         elif self.run_book.state == "draining":
             self._finish_when_drained(now)
         self._answer_held(now)
         self.roster.forget_silent(now)
+
+    def _end_run(self, now: float) -> None:
+        """Begins to drain; in lockstep after the rounds that were begun."""
+        if self.gate is None:
+            self._drain(now)
+        else:
+            self.gate.stop()
 
     def _drain(self, now: float) -> None:
         if self.run_book.drain(now):
@@ -284,9 +308,56 @@ class ParamServer:
         self.announce()
         return True
 
+    def on_held_request(self, message: RoundRequest | PermitRequest, incoming: Incoming) -> None:
+        """Answered now, or as soon as it can be."""
+        if not self._answer(message, incoming):
+            self._hold(message, incoming)
+
+    def _answer_round_request(self, message: RoundRequest, incoming: Incoming) -> bool:
+        if self.gate is None or message.index >= self.config.actor.count:
+            raise Refused(
+                "not_in_rounds",
+                f"actor {message.index} cannot play rounds here: the run is {self.config.parallel.mode} "
+                f"with actor.count = {self.config.actor.count}",
+            )
+        versions = self._learning_versions()
+        if not versions or self.run_book.state != "running":
+            return False
+        number = self.gate.first_round(versions) if message.round is None else message.round
+        if not self.gate.may_play(number, versions):
+            return False
+        wanted = Schedule.of(self.config).version_for(number)
+        grant = RoundGrant(request=message.request, round=number, versions=dict.fromkeys(versions, wanted))
+        self.requests.reply(incoming.peer, grant)
+        return True
+
+    def _learning_versions(self) -> dict[str, int]:
+        """The newest version of every agent that learns; empty until the agents are known."""
+        return {agent: self._version(agent) for agent in self.spec_book.specs if self.config.learns(agent)}
+
+    def on_permit_request(self, message: PermitRequest, incoming: Incoming) -> None:
+        self._check_holder(message.token, incoming.peer)
+        self.on_held_request(message, incoming)
+
+    def _answer_permit_request(self, message: PermitRequest, incoming: Incoming) -> bool:
+        if not self.permits.grant(message.token.agent):
+            return False
+        if not self.requests.reply(incoming.peer, Done(request=message.request)):
+            self.permits.give_back(message.token.agent)  # it died while it waited
+        return True
+
+    def on_permit_return(self, message: PermitReturn, incoming: Incoming) -> None:
+        self._check_holder(message.token, incoming.peer)
+        self.permits.give_back(message.token.agent)
+        self._answer_held(time.monotonic())
+
     def _answer(self, message: Request, incoming: Incoming) -> bool:
         if isinstance(message, SpecRequest):
             return self._answer_spec_request(message, incoming)
+        if isinstance(message, RoundRequest):
+            return self._answer_round_request(message, incoming)
+        if isinstance(message, PermitRequest):
+            return self._answer_permit_request(message, incoming)
         assert isinstance(message, LeaseRequest)
         return self._answer_lease_request(message, incoming)
 
@@ -308,12 +379,8 @@ class ParamServer:
                 continue
             if now < held.until:
                 self.held.append(held)
-            elif isinstance(message, SpecRequest):
-                self.requests.refuse(
-                    incoming.peer, message, Refused("not_yet", "no actor has registered specs yet")
-                )
             else:
-                self.requests.refuse(incoming.peer, message, Refused("no_lease", "every agent has a learner"))
+                self.requests.refuse(incoming.peer, message, _why_not_yet(message))
 
     # --- heartbeats and leases --------------------------------------------------------------------------
 
@@ -341,6 +408,8 @@ class ParamServer:
     def on_release(self, message: Release, incoming: Incoming) -> None:
         for lease in self.leases.release(message.instance, message.incarnation):
             log.info("lease released", role=lease.role, name=lease.name, instance=lease.instance)
+            if lease.role == "learner":
+                self.permits.give_back(lease.name)
         self.roster.remove(message.instance, message.incarnation)
         self.requests.reply(incoming.peer, Done(request=message.request))
         self._answer_held(time.monotonic())
@@ -367,6 +436,8 @@ class ParamServer:
         self.broadcaster.send(weights_topic(agent), *_as_message(self.encoder.encode(newest)))
         self.requests.reply(incoming.peer, Published(request=message.request, version=version))
         self.counters["published" if is_new else "published_again"] += 1
+        if self.gate is not None:
+            self._answer_held(time.monotonic())  # a round may wait for just this version
 
     def _check_holder(self, token: Token, peer: bytes) -> None:
         """The token must be the newest, and used by the process that it was given to."""
@@ -423,9 +494,9 @@ class ParamServer:
         if message.action == "pause":
             self.run_book.pause(now)
         elif message.action == "resume":
-            self.run_book.resume(now, self.progress.totals.agent_steps)
+            self._resume(now)
         elif message.action == "drain":
-            self._drain(now)
+            self._end_run(now)
         elif message.action == "stop":
             self.loop.stop("asked to")
         elif message.action == "set":
@@ -439,6 +510,12 @@ class ParamServer:
             ready=True,
         )
         self.requests.reply(incoming.peer, reply)
+
+    def _resume(self, now: float) -> None:
+        over = self.gate is not None and self.gate.is_over(self._learning_versions())
+        if over and self.run_book.state in ("draining", "finished"):
+            raise Refused("limit_reached", "it cannot resume: run.agent_steps were played; raise it first")
+        self.run_book.resume(now, self.progress.totals.agent_steps)
 
     def _forward(self, message: ControlRequest, incoming: Incoming) -> None:
         """To the instance that is asked for; its answer comes back through on_control_reply."""
@@ -501,6 +578,17 @@ class ParamServer:
             learner=holder.instance if holder else "",
             recent_return=self.progress.recent_return(agent),
         )
+
+
+def _why_not_yet(message: Request) -> Refused:
+    """Why a request that was held could not be answered before its deadline."""
+    if isinstance(message, SpecRequest):
+        return Refused("not_yet", "no actor has registered specs yet")
+    if isinstance(message, RoundRequest):
+        return Refused("not_yet", "the learners are not so far")
+    if isinstance(message, PermitRequest):
+        return Refused("not_yet", "others train, as many as parallel.num_workers allows")
+    return Refused("no_lease", "every agent has a learner")
 
 
 def _as_message(broadcast: Broadcast) -> tuple[Weights, dict[str, Any]]:

@@ -54,6 +54,7 @@ class AgentBuffer:
         samples_per_insert: float,
         tolerance_samples: float,
         seed: int,
+        interval_steps: int = 1,
         max_batch_bytes: int = MAX_BYTES,
         now: float | None = None,
     ) -> None:
@@ -66,7 +67,7 @@ class AgentBuffer:
         self._batches = BatchMaker(self._ring, gamma, max_batch_bytes)
         self._streams = Streams(directory / "streams", _monotonic(now))
         self._tree = SumTree(self.capacity_steps)
-        self.limiter = Limiter(min_steps, samples_per_insert, tolerance_samples)
+        self.limiter = Limiter(min_steps, samples_per_insert, tolerance_samples, interval_steps)
         self._recover(_monotonic(now))
 
     # --- inserting ----------------------------------------------------------------------------------------
@@ -90,6 +91,12 @@ class AgentBuffer:
         self.limiter.inserted_steps = self._streams.stored_steps
         self.limiter.full = self._ring.full
         return "stored"
+
+    def check(self, segment: Segment, arrays: Arrays) -> Packed:
+        """The arrays as they travelled, if they are this segment's in every respect; else SpecMismatch."""
+        packed = self._check(segment, arrays)
+        self._check_contents(segment, packed)
+        return packed
 
     def _check(self, segment: Segment, arrays: Arrays) -> Packed:
         """The arrays as they travelled, if they can be this segment's by their types and shapes."""

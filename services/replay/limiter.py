@@ -2,7 +2,8 @@
 
 Once `min_steps` are in, each further step pays for `samples_per_insert` samples. `ahead` is what is paid for
 and not yet drawn: the actors are ahead while it is above the tolerance, the learner while a draw would take
-it below minus the tolerance. Filling up to min_steps pays for nothing, so it leaves no debt. Pure arithmetic.
+it below minus the tolerance. Filling up to min_steps pays for nothing, so it leaves no debt. With an
+interval, steps pay when so many of them are together, so that batches come in bursts. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from __future__ import annotations
 class Limiter:
     """The counts it needs are attributes, kept up to date by the buffer."""
 
-    def __init__(self, min_steps: int, samples_per_insert: float, tolerance_samples: float) -> None:
+    def __init__(
+        self, min_steps: int, samples_per_insert: float, tolerance_samples: float, interval_steps: int = 1
+    ) -> None:
         self.min_steps = min_steps
+        self.interval_steps = interval_steps
         self.samples_per_insert = samples_per_insert
         self.tolerance_samples = tolerance_samples
         self.inserted_steps = 0
@@ -31,6 +35,20 @@ class Limiter:
         )
 
     @property
+    def waiting_samples(self) -> float:
+        """What of `ahead` may not be drawn yet: the steps of an interval that is not full."""
+        beyond = max(0, self.inserted_steps - self.min_steps)
+        return (beyond % self.interval_steps) * self.samples_per_insert
+
+    @property
+    def due_samples(self) -> float:
+        """All samples that are paid for since the beginning, for a schedule that nobody may run ahead of."""
+        if not self.filled:
+            return 0.0
+        beyond = max(0, self.inserted_steps - self.min_steps)
+        return (beyond - beyond % self.interval_steps) * self.samples_per_insert
+
+    @property
     def filled(self) -> bool:
         # Short segments leave part of their slots empty: a ring can be full with fewer than min_steps in it,
         # and then waiting for more would never end.
@@ -39,7 +57,13 @@ class Limiter:
     def can_sample(self, batch_size: int) -> bool:
         # While inserts are held a draw is always allowed, even one larger than both tolerances together:
         # so at any moment at least one side can go on.
-        return self.filled and (self.inserts_ahead() or self.ahead - batch_size >= -self.tolerance_samples)
+        due = self.ahead - self.waiting_samples
+        return self.filled and (self.inserts_ahead() or due - batch_size >= -self._learner_tolerance)
+
+    @property
+    def _learner_tolerance(self) -> float:
+        # A learner that may run ahead of its interval would smear the bursts.
+        return self.tolerance_samples if self.interval_steps == 1 else 0.0
 
     def inserts_ahead(self) -> bool:
         """Whether acknowledgements should be held back."""

@@ -19,14 +19,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pydantic
 
 from services.replay import snapshot_files
 from services.replay.buffer import AgentBuffer
+from services.replay.opening import in_rounds, open_buffer, tolerance_samples
+from services.replay.rounds import RoundBuffer
 from services.replay.snapshot_desk import SnapshotDesk
 from shared.config import Config
 from shared.errors import BadMessage, ConfigError, Refused
-from shared.layout import MAX_BYTES, Arrays
+from shared.layout import Array, Arrays
 from shared.links.requests import Incoming, OnIncoming, RequestReceiver
 from shared.links.segments import SegmentReceiver
 from shared.logs import get_logger
@@ -37,6 +40,8 @@ from shared.messages import (
     LedgerRequest,
     LimiterStats,
     Mark,
+    PhaseGrant,
+    PhaseRequest,
     PriorityUpdate,
     ReplayStats,
     ReplayStatsRequest,
@@ -64,6 +69,12 @@ GRANTS_AHEAD = 8  # a token may come before the notice of its grant, but not man
 _SPECS: pydantic.TypeAdapter[dict[str, AgentSpec]] = pydantic.TypeAdapter(dict[str, AgentSpec])
 
 
+_NO_ROWS: dict[str, Array] = {
+    "index": np.empty(0, np.int64),
+    "generation": np.empty(0, np.uint64),
+    "priority": np.empty(0, np.float32),
+}
+
 DrawKey = tuple[int, int]  # a token's number and a draw: one batch, however often it is asked for
 
 
@@ -81,10 +92,21 @@ class HeldSample:
 
 
 @dataclass(slots=True)
+class HeldPhase:
+    """A learner that waits for a round to be stored."""
+
+    peer: bytes
+    message: PhaseRequest
+    until: float
+
+
+@dataclass(slots=True)
 class AgentDesk:
     """One agent's buffer with everybody who waits at it."""
 
     buffer: AgentBuffer
+    rounds: RoundBuffer | None = None  # in lockstep: decides what enters and what is drawn
+    phases: list[HeldPhase] = field(default_factory=list)
     held: dict[DrawKey, HeldSample] = field(default_factory=dict)  # in the order of their coming
     served: dict[DrawKey, None] = field(default_factory=dict)  # the newest of them, oldest first
     withheld: set[str] = field(default_factory=set)  # incarnations whose acknowledgements wait
@@ -147,34 +169,23 @@ class ReplayService(Service):
                     f"an agent cannot be called {agent!r}: that is where replay keeps snapshots"
                 )
             if replay_of(self.config, specs, agent) == self.number:
-                self.desks[agent] = AgentDesk(self._open_buffer(agent, spec))
+                self.desks[agent] = self._open_desk(agent, spec)
         buffers = {agent: desk.buffer for agent, desk in self.desks.items()}
         self.snapshots = SnapshotDesk(self.directory, self.number, buffers, self.loop.wake)
         self._open_links()
         self.loop.every(TICK_S, self.tick)
         self.loop.every(self.config.replay.sync_s, self._sync)
 
+    def _open_desk(self, agent: str, spec: AgentSpec) -> AgentDesk:
+        desk = AgentDesk(self._open_buffer(agent, spec))
+        if self.config.parallel.mode == "lockstep":
+            desk.rounds = in_rounds(desk.buffer, self.config)
+            desk.rounds.load(self.directory / agent)
+        return desk
+
     def _open_buffer(self, agent: str, spec: AgentSpec) -> AgentBuffer:
-        replay, learner = self.config.replay, self.config.learner_for(agent)
         started = time.monotonic()
-        buffer = AgentBuffer(
-            self.directory / agent,
-            agent,
-            spec,
-            capacity_steps=replay.capacity_steps,
-            segment_steps=self.config.segment_steps,
-            n_step=learner.n_step,
-            gamma=learner.gamma,
-            alpha=learner.priority.alpha,
-            priority_epsilon=learner.priority.epsilon,
-            min_steps=replay.min_steps,
-            samples_per_insert=replay.samples_per_insert,
-            tolerance_samples=self._tolerance_samples(agent, replay.samples_per_insert),
-            seed=self.config.seed,
-            max_batch_bytes=min(self.config.limits.max_message_bytes, MAX_BYTES),
-        )
-        ratio = buffer.limiter.samples_per_insert  # may have been changed in an earlier life
-        buffer.adjust_limiter(tolerance_samples=self._tolerance_samples(agent, ratio))
+        buffer = open_buffer(self.directory / agent, agent, spec, self.config)
         log.info(
             "buffer open",
             agent=agent,
@@ -183,11 +194,6 @@ class ReplayService(Service):
         )
         return buffer
 
-    def _tolerance_samples(self, agent: str, samples_per_insert: float) -> float:
-        burst_steps = self.config.actor.envs * self.config.segment_steps  # all slots' epochs end together
-        batches = self.config.replay.tolerance * self.config.learner_for(agent).batch_size
-        return batches + burst_steps * samples_per_insert
-
     def _open_links(self) -> None:
         endpoints = self.config.endpoints.replay[self.number]
         limit, run = self.config.limits.max_message_bytes, self.params.run
@@ -195,6 +201,7 @@ class ReplayService(Service):
             "stream_report": self.on_stream_report,
             "sample_request": self.on_sample_request,
             "priority_update": self.on_priority_update,
+            "phase_request": self.on_phase_request,
             "replay_stats_request": self.on_replay_stats_request,
             "snapshot_order": self.snapshots.on_snapshot_order,
             "ledger_request": self.on_ledger_request,
@@ -241,6 +248,8 @@ class ReplayService(Service):
         """After each turn: batches that can be served now, then acknowledgements of what was stored."""
         more = False
         for agent, desk in self.desks.items():
+            if desk.rounds is not None:
+                self._advance_rounds(agent, desk, desk.rounds)
             more |= self._serve(agent, desk)
         self._acknowledge()
         return self.snapshots.advance() or more
@@ -259,6 +268,11 @@ class ReplayService(Service):
                 self.requests.refuse(
                     held.peer, held.message, Refused("deadline", f"no batch in time: {reason}")
                 )
+            for waiting in [waiting for waiting in desk.phases if waiting.until <= now]:
+                desk.phases.remove(waiting)
+                self.requests.refuse(
+                    waiting.peer, waiting.message, Refused("deadline", "the round is not complete yet")
+                )
             if desk.withheld and not self._holds_back(agent, desk, now):
                 self._release_withheld(agent, desk)
             self._note_blocked(desk, now)
@@ -271,7 +285,8 @@ class ReplayService(Service):
         desk = self.desks.get(segment.agent)
         if desk is None:
             raise BadMessage(f"a segment of agent {segment.agent!r}; kept here are {', '.join(self.desks)}")
-        verdict = desk.buffer.insert(segment, arrays)
+        insert = desk.buffer.insert if desk.rounds is None else desk.rounds.offer
+        verdict = insert(segment, arrays)
         if verdict == "gap":
             self._tell_gap(segment.incarnation, segment.agent, desk)
         else:
@@ -308,12 +323,14 @@ class ReplayService(Service):
 
     def _mark(self, incarnation: str, agent: str, desk: AgentDesk) -> Mark:
         acknowledged = self.acknowledged.get((incarnation, agent), 0)
-        return Mark(stored=desk.buffer.mark(incarnation), acknowledged=acknowledged)
+        held = desk.rounds.held(incarnation) if desk.rounds is not None else 0
+        return Mark(stored=desk.buffer.mark(incarnation), acknowledged=acknowledged, held=held)
 
     def _holds_back(self, agent: str, desk: AgentDesk, now: float) -> bool:
         """Whether the limiter may make actors wait: only while somebody is there to draw."""
         return (
-            desk.buffer.limiter.inserts_ahead()
+            desk.rounds is None  # there the schedule takes the limiter's place
+            and desk.buffer.limiter.inserts_ahead()
             and self.state in ("running", "paused")
             and self._learner_lives(agent, desk, now)
         )
@@ -342,6 +359,32 @@ class ReplayService(Service):
         marks = self._marks(message.incarnation, set(message.produced_steps), message.request)
         self.requests.reply(incoming.peer, marks)
 
+    # --- rounds -----------------------------------------------------------------------------------------
+
+    def on_phase_request(self, message: PhaseRequest, incoming: Incoming) -> None:
+        desk = self._desk_of(message.token, incoming.peer)
+        if desk.rounds is None:
+            raise Refused("bad_value", "this run is not in rounds (parallel.async_learning is true)")
+        desk.phases = [held for held in desk.phases if held.message.request != message.request]
+        desk.phases.append(HeldPhase(incoming.peer, message, time.monotonic() + 0.9 * message.deadline_s))
+
+    def _advance_rounds(self, agent: str, desk: AgentDesk, rounds: RoundBuffer) -> None:
+        """Stores what is due, and tells the learner how often it may draw from it."""
+        for incarnation in rounds.advance():
+            self.dirty.setdefault(incarnation, set()).add(agent)
+        waiting, desk.phases = desk.phases, []
+        for held in waiting:
+            try:
+                draws = rounds.due_after(held.message.round)
+            except Refused as error:
+                self.requests.refuse(held.peer, held.message, error)
+                continue
+            if draws is None:
+                desk.phases.append(held)
+                continue
+            grant = PhaseGrant(request=held.message.request, round=held.message.round, draws=draws)
+            self.requests.reply(held.peer, grant)
+
     # --- batches ----------------------------------------------------------------------------------------
 
     def on_sample_request(self, message: SampleRequest, incoming: Incoming) -> None:
@@ -356,7 +399,7 @@ class ReplayService(Service):
                 return False
             key, sample = next(iter(desk.held.items()))
             repeated = key in desk.served
-            if not repeated and not desk.buffer.limiter.can_sample(sample.message.batch_size):
+            if not repeated and not self._can_serve(desk, sample.message):
                 return False
             del desk.held[key]
             self._serve_one(desk, sample, repeated)
@@ -364,11 +407,19 @@ class ReplayService(Service):
                 self._release_withheld(agent, desk)
         return bool(desk.held)
 
+    def _can_serve(self, desk: AgentDesk, message: SampleRequest) -> bool:
+        if desk.rounds is not None:
+            return desk.rounds.can_draw(message.draw)
+        return desk.buffer.limiter.can_sample(message.batch_size)
+
     def _serve_one(self, desk: AgentDesk, sample: HeldSample, repeated: bool) -> None:
         message = sample.message
         try:
             desk.buffer.check_token(message.token.number)  # a newer learner may have come while it was held
-            arrays = desk.buffer.draw(message.draw, message.batch_size, message.beta, count=not repeated)
+            if desk.rounds is not None:
+                arrays = desk.rounds.draw(message.draw, message.batch_size, message.beta)
+            else:
+                arrays = desk.buffer.draw(message.draw, message.batch_size, message.beta, count=not repeated)
         except Refused as error:
             self.requests.refuse(sample.peer, message, error)
             return
@@ -380,9 +431,13 @@ class ReplayService(Service):
     def on_priority_update(self, message: PriorityUpdate, incoming: Incoming) -> None:
         desk = self._desk_of(message.token, incoming.peer)
         arrays = incoming.received.arrays
-        if set(arrays) != {"index", "generation", "priority"}:
+        if arrays and set(arrays) != {"index", "generation", "priority"}:
             raise BadMessage(f"a priority update with arrays {sorted(arrays)}")
-        desk.buffer.update_priorities(arrays["index"], arrays["generation"], arrays["priority"])
+        update = [arrays.get(name, _NO_ROWS[name]) for name in ("index", "generation", "priority")]
+        if desk.rounds is not None:
+            desk.rounds.take_update(message.draw, *update)
+        elif arrays:
+            desk.buffer.update_priorities(*update)
 
     def _desk_of(self, token: Token, peer: bytes) -> AgentDesk:
         """The agent's desk, for the learner that holds its newest lease and nobody else."""
@@ -475,6 +530,8 @@ class ReplayService(Service):
             figures[f"steps.{agent}"] = float(desk.buffer.drawable_steps)
             figures[f"held.{agent}"] = float(len(desk.held))
             figures[f"withheld.{agent}"] = float(len(desk.withheld))
+            if desk.rounds is not None:
+                figures[f"rounds.{agent}"] = float(desk.rounds.rounds)
         return figures
 
     def set_values(self, values: dict[str, float]) -> None:
@@ -484,7 +541,7 @@ class ReplayService(Service):
         for agent, desk in self.desks.items():
             desk.buffer.adjust_limiter(
                 samples_per_insert=ratio,
-                tolerance_samples=None if ratio is None else self._tolerance_samples(agent, ratio),
+                tolerance_samples=None if ratio is None else tolerance_samples(self.config, agent, ratio),
                 min_steps=int(values["min_steps"]) if "min_steps" in values else None,
             )
             if desk.withheld and not desk.buffer.limiter.inserts_ahead():
@@ -510,6 +567,9 @@ class ReplayService(Service):
         self.snapshots.end()
         self.syncer.shutdown()
         self._sync_buffers()
+        for agent, desk in self.desks.items():
+            if desk.rounds is not None and desk.rounds.at_boundary:
+                desk.rounds.save(self.directory / agent)
 
     def close(self) -> None:
         super().close()

@@ -124,7 +124,7 @@ def test_requests_with_an_old_or_foreign_token_are_refused(make_run: MakeRun) ->
             with pytest.raises(Refused, match="another learner"):
                 neighbour.ask(request, params, arrays)
         before = run.replay_stats().counters["refused.stale_token"]
-        first.link(replay).tell(PriorityUpdate(token=old), priorities())
+        first.link(replay).tell(PriorityUpdate(token=old, draw=0), priorities())
         first.loop.turn(block=True)
         wait_for(
             lambda: run.replay_stats().counters["refused.stale_token"] > before, "old priorities refused"

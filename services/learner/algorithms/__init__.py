@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 
 from services.learner.algorithms.base import Algorithm
 from shared.algorithms import algorithm_class
-from shared.config import LearnerConfig
+from shared.config import Config, LearnerConfig
 from shared.errors import ConfigError
 from shared.specs import AgentSpec
 
@@ -23,3 +26,18 @@ def build_algorithm(spec: AgentSpec, config: LearnerConfig, device: torch.device
         return found(spec, config, device, seed)
     except ValueError as error:  # for example a spec without a discrete action
         raise ConfigError(f"learner.algorithm = {config.algorithm!r}: {error}") from None
+
+
+def algorithm_for(config: Config, specs: Mapping[str, AgentSpec], agent: str) -> Algorithm:
+    """One agent's algorithm on its device, with a seed of its own."""
+    settings, order = config.learner_for(agent), sorted(specs).index(agent)
+    seed = int(np.random.SeedSequence([config.seed, order]).generate_state(1)[0])
+    return build_algorithm(specs[agent], settings, pick_device(settings.device, order), seed)
+
+
+def pick_device(name: str, order: int) -> torch.device:
+    """`auto`: the GPUs in turn, by the agent's place among the agents; the CPU where there is none."""
+    if name != "auto":
+        return torch.device(name)
+    gpus = torch.cuda.device_count()
+    return torch.device(f"cuda:{order % gpus}") if gpus else torch.device("cpu")
