@@ -31,6 +31,7 @@ from shared.links.requests import RequestSender
 from shared.links.segments import SegmentSender
 from shared.loop import Loop
 from shared.messages import (
+    Batch,
     PriorityUpdate,
     ReplayStats,
     ReplayStatsRequest,
@@ -267,7 +268,7 @@ class Learner:
             arrays = received.arrays
             priorities = self._priorities[self.batches % len(self._priorities)]
             self._link.tell(
-                PriorityUpdate(token=self._token),
+                PriorityUpdate(token=self._token, draw=expect(received.message, Batch).draw),
                 {"index": arrays["index"], "generation": arrays["generation"], "priority": priorities},
             )
 
