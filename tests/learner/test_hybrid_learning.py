@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from examples.archery import LONG_BOW, SHORT_BOW, Archery
 from services.actor.evaluation import PolicyWeights, greedy_returns
 from services.actor.rollout import Rollout
 from services.learner.algorithms import build_algorithm
@@ -18,6 +20,7 @@ from shared.config import Config, build_config
 from shared.layout import Packed
 from shared.messages import Segment
 from worlds.base import AgentActions, Array
+from worlds.copies import Copies, SingleAction
 from worlds.registry import build_world
 
 AGENT = "agent_0"
@@ -42,6 +45,18 @@ def make_config(continuous: str, noise: float = 0.2) -> Config:
             "learner": {"algorithm": "hybrid", "hybrid": {"continuous": continuous}},
         }
     )
+
+
+class OnlyAim(Archery):
+    """Archery with the right bow already in hand."""
+
+    def __init__(self, seed: int, agents: int, max_turns: int) -> None:
+        super().__init__(seed, agents, max_turns)
+        self.specs = {agent: spec.model_copy(update={"discrete": None}) for agent, spec in self.specs.items()}
+
+    def reward(self, agent: str, action: SingleAction) -> float:
+        right = LONG_BOW if self.targets[agent][1] else SHORT_BOW
+        return super().reward(agent, replace(action, discrete=right))
 
 
 def make_rollout(config: Config, seed: int) -> Rollout:
@@ -147,3 +162,16 @@ def test_evaluation_adds_no_noise() -> None:
         weights = {AGENT: PolicyWeights(1, {name: tensor.numpy() for name, tensor in policy.items()})}
         returns.append(greedy_returns(config, weights, 8, seed=3)[AGENT])
     np.testing.assert_array_equal(returns[0], returns[1])
+
+
+def test_agent_with_a_control_alone_is_played_stored_and_trained(tmp_path: Path) -> None:
+    """No column for a choice anywhere between the dice and the critic."""
+    config = make_config("improve")
+    world = Copies(lambda seed: OnlyAim(seed, 1, config.world.max_turns), ENVS, seed=2)
+    rollout = Rollout(config, world, actor_index=0, first_epoch=0)
+    batch = filled_buffer(tmp_path, config, rollout, turns=60).draw(0, 64, beta=0.4)
+    assert "action" not in batch
+    algorithm = build_algorithm(world.specs[AGENT], config.learner, torch.device("cpu"), seed=0)
+    assert algorithm.update(batch) is not None
+    rollout.load(AGENT, 1, {name: tensor.numpy() for name, tensor in algorithm.policy().items()})
+    rollout.turn(1e9)
