@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shared.config import LearnerConfig
 from shared.errors import ConfigError
 from shared.networks import PolicyNetwork
+from shared.specs import AgentSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class BuiltIn:
 
 BUILT_IN: Mapping[str, BuiltIn] = {
     "dqn": BuiltIn("services.learner.algorithms.dqn:DQN", "shared.networks.q:QNetwork"),
+    "hybrid": BuiltIn("services.learner.algorithms.hybrid:Hybrid", "shared.networks.hybrid:HybridNetwork"),
 }
 
 
@@ -46,6 +49,14 @@ def network_class(name: str) -> type[PolicyNetwork]:
             "shared.networks.PolicyNetwork there, or inherit from an algorithm that does"
         )
     return found
+
+
+def build_network(spec: AgentSpec, config: LearnerConfig) -> PolicyNetwork:
+    """The network that an agent acts with, or ConfigError if it cannot act as the spec says."""
+    try:
+        return network_class(config.algorithm).build(spec, config)
+    except ValueError as error:  # for example a spec without a discrete action
+        raise ConfigError(f"learner.algorithm = {config.algorithm!r}: {error}") from None
 
 
 def _import(place: str, name: str) -> Any:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shared.algorithms import network_class
-from shared.config import Config, NetworkConfig
+from shared.algorithms import build_network
+from shared.config import Config, LearnerConfig
 from shared.errors import SpecMismatch
 from shared.layout import Array, Arrays
 from shared.networks import PolicyNetwork, flat_input, stack_networks
@@ -22,6 +22,7 @@ from shared.specs import AgentSpec, DType
 from worlds.base import AgentActions
 
 _TORCH = {dtype: torch.from_numpy(np.zeros(0, dtype.numpy)).dtype for dtype in DType}
+_SHAPES = {"algorithm", "network", "hybrid", "options"}  # what of a learner's config a network may depend on
 
 
 @dataclass(slots=True)
@@ -30,9 +31,8 @@ class PolicyGroup:
 
     agents: tuple[str, ...]
     spec: AgentSpec
-    network_config: NetworkConfig
+    learner: LearnerConfig
     envs: int
-    algorithm: str = "dqn"
     versions: npt.NDArray[np.int64] = field(init=False)  # [agents]; 0: no weights yet
     stacks: Array = field(init=False)  # [agents, envs, stack, *observation], newest last
     network: PolicyNetwork = field(init=False)
@@ -44,9 +44,8 @@ class PolicyGroup:
         # Memory of torch's is aligned: matrix products of the same numbers are then the same to the last bit.
         self._inputs = torch.zeros(shape, dtype=_TORCH[self.spec.observation.dtype])
         self.stacks = self._inputs.numpy()
-        build = network_class(self.algorithm)
-        networks = [build(self.spec, self.network_config) for _ in self.agents]
-        self.network = stack_networks(networks, build(self.spec, self.network_config))
+        networks = [build_network(self.spec, self.learner) for _ in self.agents]
+        self.network = stack_networks(networks, build_network(self.spec, self.learner))
 
     def load(self, agent: str, version: int, tensors: Arrays) -> None:
         """Swaps in an agent's weights between two turns."""
@@ -94,16 +93,10 @@ def group_agents(config: Config, specs: Mapping[str, AgentSpec], envs: int) -> l
     members: dict[tuple[str, ...], list[str]] = {}
     for agent, spec in specs.items():
         learner = config.learner_for(agent)
-        shape = (spec.model_dump_json(), learner.algorithm, learner.network.model_dump_json())
+        shape = (spec.model_dump_json(), learner.model_dump_json(include=_SHAPES))
         alone = () if config.parallel.parallel_actions else (agent,)
         members.setdefault((*shape, *alone), []).append(agent)
     return [
-        PolicyGroup(
-            tuple(agents),
-            specs[agents[0]],
-            config.learner_for(agents[0]).network,
-            envs,
-            config.learner_for(agents[0]).algorithm,
-        )
+        PolicyGroup(tuple(agents), specs[agents[0]], config.learner_for(agents[0]), envs)
         for agents in members.values()
     ]

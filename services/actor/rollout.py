@@ -61,10 +61,10 @@ class Rollout:
                 actor_index=actor_index,
                 first_epoch=first_epoch,
                 envs=world.envs,
-                actions=group.spec.discrete.n,
+                spec=spec,
+                noise=config.actor.noise.scale,
             )
-            for agent, group in self.group_of.items()
-            if group.spec.discrete is not None
+            for agent, spec in world.specs.items()
         }
         self.produced_steps = dict.fromkeys(world.specs, 0)
         self.played = Played(return_sums=dict.fromkeys(world.specs, 0.0))
@@ -123,9 +123,7 @@ class Rollout:
             for place, agent in enumerate(group.agents):
                 # An agent without weights yet acts at random.
                 own = epsilon if group.versions[place] else np.ones_like(epsilon)
-                best = greedy[place].discrete
-                assert best is not None
-                chosen[agent] = AgentActions(discrete=self.dice[agent].roll(best, own))
+                chosen[agent] = self.dice[agent].roll(greedy[place], own)
         return chosen
 
     def _record(
@@ -149,6 +147,8 @@ class Rollout:
         }
         if actions.discrete is not None:
             rows["action"] = actions.discrete
+        if actions.continuous is not None:
+            rows["control"] = actions.continuous  # as it was executed: noise and all
         self.writers[agent].add(alive, rows)
         steps = int(alive.sum())
         self.produced_steps[agent] += steps

@@ -67,7 +67,8 @@ class HybridConfig(Section):
     """imitate: the continuous head is drawn to what was executed (MSE). improve: it climbs a critic that
     takes it as input."""
     weight: Positive = 1.0
-    """Of the continuous head's loss beside the discrete one's."""
+    """Of the continuous head's loss beside the discrete one's. It matters less to improve, whose two parts
+    share no weights."""
 
 
 class LearnerConfig(Section):

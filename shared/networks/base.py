@@ -10,12 +10,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shared.config import NetworkConfig
+from shared.config import LearnerConfig, NetworkConfig
 from shared.specs import AgentSpec, DType
 
 N = TypeVar("N", bound=nn.Module)
@@ -35,6 +35,11 @@ class PolicyNetwork(nn.Module, ABC):
     def __init__(self, spec: AgentSpec, config: NetworkConfig) -> None:
         super().__init__()
         self.spec, self.config = spec, config
+
+    @classmethod
+    def build(cls, spec: AgentSpec, config: LearnerConfig) -> Self:
+        """The network of an agent that learns as `config` says; one may need to know more of it than this."""
+        return cls(spec, config.network)
 
     @abstractmethod
     def act(self, x: Tensor) -> Chosen:

@@ -20,6 +20,8 @@ class QNetwork(PolicyNetwork):
         super().__init__(spec, config)
         if spec.discrete is None:
             raise ValueError("a Q network needs a discrete action")
+        if spec.continuous is not None:
+            raise ValueError("a Q network chooses a discrete action alone; for both kinds take hybrid")
         self.dueling = config.dueling
         sizes = [self.inputs, *config.hidden]
         self.body = nn.ModuleList(Linear(inputs, outputs) for inputs, outputs in pairwise(sizes))

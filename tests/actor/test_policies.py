@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from services.actor.policies import PolicyGroup, group_agents
-from shared.config import NetworkConfig, build_config
-from shared.errors import SpecMismatch
-from shared.networks import QNetwork
-from shared.specs import AgentSpec, Discrete, vector_observation
+from shared.config import LearnerConfig, NetworkConfig, build_config
+from shared.errors import ConfigError, SpecMismatch
+from shared.networks import HybridNetwork, QNetwork
+from shared.specs import AgentSpec, Continuous, Discrete, vector_observation
 
 SPEC = AgentSpec(observation=vector_observation(3), stack=2, discrete=Discrete(n=4))
 NETWORK = NetworkConfig(hidden=(6,))
@@ -17,7 +17,7 @@ ENVS = 5
 
 
 def make_group() -> PolicyGroup:
-    return PolicyGroup(AGENTS, SPEC, NETWORK, ENVS)
+    return PolicyGroup(AGENTS, SPEC, LearnerConfig(network=NETWORK), ENVS)
 
 
 def make_weights(seed: int) -> tuple[QNetwork, dict[str, np.ndarray]]:
@@ -131,5 +131,49 @@ def test_agents_of_one_shape_share_a_group_and_others_have_their_own() -> None:
     specs = {"agent_0": SPEC, "agent_1": SPEC, "agent_2": SPEC, "agent_3": other}
     groups = group_agents(config, specs, ENVS)
     assert [group.agents for group in groups] == [("agent_0", "agent_1"), ("agent_2",), ("agent_3",)]
-    assert groups[1].network_config.hidden == (7,)
+    assert groups[1].learner.network.hidden == (7,)
     assert groups[2].stacks.shape == (1, ENVS, 1, 3)
+
+
+HYBRID_SPEC = SPEC.model_copy(update={"continuous": Continuous(size=2, low=-0.9, high=0.5)})
+
+
+def test_hybrid_agents_that_learn_differently_have_groups_of_their_own() -> None:
+    """What the critic is given decides the network's shape, though the network's section is the same."""
+    config = build_config(
+        {"learner": {"algorithm": "hybrid"}, "agents": {"agent_1": {"hybrid": {"continuous": "imitate"}}}}
+    )
+    specs = dict.fromkeys(("agent_0", "agent_1", "agent_2"), HYBRID_SPEC)
+    groups = group_agents(config, specs, ENVS)
+    assert [group.agents for group in groups] == [("agent_0", "agent_2"), ("agent_1",)]
+
+
+@pytest.mark.parametrize("continuous", ["imitate", "improve"])
+def test_loaded_hybrid_agents_act_as_their_own_networks(continuous: str) -> None:
+    """The control of each agent is its own network's, within the bounds, and so is its choice."""
+    learner = LearnerConfig.model_validate(
+        {"algorithm": "hybrid", "network": NETWORK, "hybrid": {"continuous": continuous}}
+    )
+    group = PolicyGroup(AGENTS, HYBRID_SPEC, learner, ENVS)
+    networks = []
+    for place, agent in enumerate(AGENTS):
+        torch.manual_seed(place)
+        networks.append(HybridNetwork.build(HYBRID_SPEC, learner))
+        with torch.no_grad():
+            networks[-1].control_head.weight.mul_(5.0)
+        group.load(agent, 1, {name: value.numpy() for name, value in networks[-1].state_dict().items()})
+    observe_noise(group, turns=3)
+    for place, actions in enumerate(group.best_actions()):
+        with torch.no_grad():
+            alone = networks[place].act(torch.from_numpy(group.stacks[place]).reshape(ENVS, 6))
+        np.testing.assert_array_equal(actions.discrete, alone.discrete)
+        np.testing.assert_allclose(actions.continuous, alone.continuous, rtol=1e-5, atol=1e-6)
+        assert actions.continuous is not None
+        assert actions.continuous.dtype == np.float32
+        assert np.abs(actions.continuous + 0.2).max() <= np.float32(0.7) + 1e-6
+
+
+def test_agent_whose_algorithm_cannot_act_as_its_spec_says_is_refused() -> None:
+    """An actor ends with the reason instead of starting again and again."""
+    with pytest.raises(ConfigError, match=r"learner\.algorithm = 'dqn': .* take hybrid"):
+        PolicyGroup(AGENTS, HYBRID_SPEC, LearnerConfig(network=NETWORK), ENVS)

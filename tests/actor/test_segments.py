@@ -13,7 +13,7 @@ from services.actor.policies import PolicyGroup
 from services.actor.segments import Cut, SegmentWriter
 from services.replay.buffer import AgentBuffer
 from shared.codec import segment_checksum
-from shared.config import NetworkConfig
+from shared.config import LearnerConfig
 from shared.layout import pack
 from shared.messages import Segment
 from shared.specs import AgentSpec, Discrete, vector_observation
@@ -92,7 +92,9 @@ class Game:
 
     def play(self) -> None:
         envs = len(self.plan)
-        group = PolicyGroup((AGENT,), self.spec, NetworkConfig(hidden=(1,)), envs)
+        group = PolicyGroup(
+            (AGENT,), self.spec, LearnerConfig.model_validate({"network": {"hidden": [1]}}), envs
+        )
         writer = SegmentWriter(self.spec, envs, self.segment_steps, self.n_step)
         epoch, turn = np.zeros(envs, np.int64), np.zeros(envs, np.int64)
         writer.begin(np.ones(envs, bool), epoch)

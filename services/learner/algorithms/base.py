@@ -87,8 +87,8 @@ class Algorithm(ABC):
         self.generator = torch.Generator(device).manual_seed(seed)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            self.online = self.network(spec, config.network).to(device)
-            target = self.network(spec, config.network).to(device)
+            self.online = self.network.build(spec, config).to(device)
+            target = self.network.build(spec, config).to(device)
         self.target = TargetNetwork(self.online, target, config.target)
         self.parameters = list(self.online.parameters())
         self.optimizer = Adam(dict(self.online.named_parameters()), lr=config.lr, epsilon=config.adam_epsilon)
