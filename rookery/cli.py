@@ -14,6 +14,8 @@ from rich.console import Console
 
 from rookery.client import RunClient
 from rookery.launcher import Ending, Launcher
+from rookery.legs import Legs
+from rookery.manifest import check_manifest, go_back, has_kept, is_at_rest
 from rookery.replay_commands import add_replay_command
 from rookery.run_directory import RunDirectory, create_run, open_run, ports_are_free, with_free_ports
 from rookery.summary import draw_curves, write_summary
@@ -130,9 +132,11 @@ def train_command(options: argparse.Namespace) -> int:
     return _finish(run, config, view, ending)
 
 
-def _runner(run: RunDirectory, config: Config, view: View) -> Launcher | SequentialRun:
-    if config.parallel.mode != "sequential":
+def _runner(run: RunDirectory, config: Config, view: View) -> Launcher | Legs | SequentialRun:
+    if config.parallel.mode == "async":
         return Launcher(run, config, view)
+    if config.parallel.mode == "lockstep":
+        return Legs(run, config, view)
     # torch is slow to load, and the launcher's processes load it themselves
     from rookery.sequential import SequentialRun  # noqa: PLC0415
 
@@ -168,6 +172,7 @@ def _resumed(options: argparse.Namespace) -> tuple[RunDirectory, Config]:
     run = open_run(options.resume)
     settings = _settings(options)
     config = load_config(run.config_path, settings, environment={})
+    _check_mode(run.config(), config)
     if options.minutes is not None:
         total_minutes = run.elapsed_s() / 60.0 + options.minutes
         config = build_config(merged(config.model_dump(mode="json"), {"run": {"minutes": total_minutes}}))
@@ -176,7 +181,31 @@ def _resumed(options: argparse.Namespace) -> tuple[RunDirectory, Config]:
         _refuse_if_running(run, config)
     if not free or len(config.endpoints.replay) != config.replay.services:  # now there may be more, or fewer
         config = with_free_ports(config, run.path)
+    if config.parallel.mode != "async":
+        _prepare_rounds(run, config)
     return run, config
+
+
+def _check_mode(before: Config, now: Config) -> None:
+    """A run in rounds goes on in rounds, in one process or in many; any other one does not."""
+    if (before.parallel.mode == "async") != (now.parallel.mode == "async"):
+        raise ConfigError(
+            f"the run was trained in mode {before.parallel.mode} and cannot be continued in mode "
+            f"{now.parallel.mode}; sequential and lockstep continue each other"
+        )
+
+
+def _prepare_rounds(run: RunDirectory, config: Config) -> None:
+    """The files as they were between two rounds, proven; what was in the middle of one goes back."""
+    if not is_at_rest(run):
+        if not has_kept(run):
+            raise ConfigError(
+                f"{run.path} was ended in the middle of a round, before its first manifest: a run that is "
+                "repeated bit for bit cannot go on from there; begin it anew"
+            )
+        go_back(run)
+        print(f"{run.path} was ended in the middle of a round; it goes back to its last manifest")
+    check_manifest(run, config)
 
 
 def _refuse_if_running(run: RunDirectory, config: Config) -> None:

@@ -59,6 +59,9 @@ class Ending:
     interrupted: bool
     wall_s: float
     restarts: dict[str, int]
+    died: str = ""  # in lockstep: the process whose death ended everything
+    leg_over: bool = False  # in lockstep: stopped between two rounds only to be copied
+    ended_at_once: bool = False  # in lockstep: not between two rounds, as a person wanted
 
 
 class Launcher:
@@ -73,6 +76,9 @@ class Launcher:
         self.interrupted = 0
         self.started = time.monotonic()
         self.fatal = ""
+        self.lockstep = config.parallel.mode == "lockstep"
+        self.died = ""
+        self.leg_over = False
         self.params = self._open(config.endpoints.params)
 
     def launch(self, resume: bool) -> Ending:
@@ -83,9 +89,12 @@ class Launcher:
         ledger: dict[str, int] = {}
         try:
             self._start_services(resume)
+            if self.lockstep:
+                self.loop.after(60.0 * self.config.run.manifest_minutes, self._end_leg)
             self._watch()
-            ledger = self._ledger()
-            self._final_status()
+            if not self.died:
+                ledger = self._ledger()
+                self._final_status()
         finally:
             self.processes.end(INTERRUPT_GRACE_S if self.interrupted else END_GRACE_S)
             self.loop.close()
@@ -97,7 +106,16 @@ class Launcher:
         restarts = {
             child.instance: child.restarts for child in self.processes.children.values() if child.restarts
         }
-        return Ending(self.status, ledger, bool(self.interrupted), time.monotonic() - self.started, restarts)
+        return Ending(
+            self.status,
+            ledger,
+            bool(self.interrupted),
+            time.monotonic() - self.started,
+            restarts,
+            died=self.died,
+            leg_over=self.leg_over and not self.interrupted,
+            ended_at_once=self.lockstep and self.status.state != "finished",
+        )
 
     # --- wiring -----------------------------------------------------------------------------------------
 
@@ -192,7 +210,14 @@ class Launcher:
             return
         if not self.params.run:
             return  # nothing has begun: _call gives up
-        self.view.say("draining: actors flush, learners checkpoint (Ctrl-C again to end at once)")
+        if self.lockstep:
+            self.view.say("ending after this round (Ctrl-C again to end at once, which cannot be resumed)")
+        else:
+            self.view.say("draining: actors flush, learners checkpoint (Ctrl-C again to end at once)")
+            self.loop.after(INTERRUPT_DRAIN_S, lambda: self.loop.stop("drained for long enough"))
+        self._drain()
+
+    def _drain(self) -> None:
         self.params.ask(
             ControlRequest(action="drain"),
             on_reply=lambda _received: None,
@@ -200,7 +225,12 @@ class Launcher:
             timeout_s=2.0,
             retry_s=0.5,
         )
-        self.loop.after(INTERRUPT_DRAIN_S, lambda: self.loop.stop("drained for long enough"))
+
+    def _end_leg(self) -> None:
+        """In lockstep, now and then: the run stops between two rounds and is copied."""
+        if self.status is not None and self.status.state == "running" and not self.interrupted:
+            self.leg_over = True
+            self._drain()
 
     def on_child_ended(self) -> None:
         for child, code in self.processes.reap():
@@ -216,6 +246,10 @@ class Launcher:
             return
         if winding_down and child.module in ("services.actor", "services.learner"):
             child.finished = True  # there is nothing left for it to do
+            return
+        if self.lockstep:  # what it held of the round in memory is gone: the run goes back
+            self.died = child.instance
+            self.loop.stop(f"{child.instance} died")
             return
         wait_s = self.processes.start_again(child)
         how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"

@@ -48,6 +48,11 @@ class RunDirectory:
         return self.path / "summary.json"
 
     @property
+    def manifest_path(self) -> Path:
+        """Of a run in rounds, while it is stopped: rookery/manifest.py."""
+        return self.path / "manifest.json"
+
+    @property
     def progress_path(self) -> Path:
         return self.path / "params" / "progress.jsonl"
 

@@ -22,6 +22,7 @@ from types import FrameType
 import torch
 
 from rookery.launcher import Ending
+from rookery.manifest import keep, write_manifest
 from rookery.run_directory import RunDirectory
 from rookery.view import View
 from services.actor.rollout import Played
@@ -38,6 +39,7 @@ from services.param_server.run_state import RunBook
 from services.param_server.spec_book import SpecBook
 from services.param_server.versions import VersionStore
 from services.replay.opening import in_rounds, open_buffer
+from services.replay.rounds import AT_REST
 from shared.config import Config
 from shared.errors import ConfigError
 from shared.layout import Arrays
@@ -101,8 +103,10 @@ class SequentialRun:
         self.started = time.monotonic()
         self.interrupted = 0
         self._shown = -1e9
+        self._kept = self.started
         self._turn_rate = 0.0
         params = run.path / "params"
+        run.manifest_path.unlink(missing_ok=True)  # from here on it is not true any more
         self._lock = own(params / "service.lock")
         torch.set_num_threads(config.learner.threads)
         self.run_book = RunBook(
@@ -164,7 +168,30 @@ class SequentialRun:
                 self._round(number)
                 number += 1
                 self._show()
+                self._keep_manifest()
         return self._end()
+
+    def _keep_manifest(self) -> None:
+        """Now and then a copy of the whole run, to go back to."""
+        if time.monotonic() - self._kept < 60.0 * self.config.run.manifest_minutes:
+            return
+        self._rest()
+        write_manifest(self.run, self.config)
+        keep(self.run)
+        self.run.manifest_path.unlink()
+        for learner in self.learners.values():
+            (learner.directory / AT_REST).unlink()
+        self._kept = time.monotonic()
+
+    def _rest(self) -> None:
+        """Everything on the disk as it is between two rounds."""
+        for learner in self.learners.values():
+            data = learner.packed()
+            self.checkpoints.add_chunk(
+                learner.agent, uuid.uuid4().hex, 0, len(data), zlib.crc32(data), memoryview(data)
+            )
+            learner.rounds.save(learner.directory)
+            learner.rounds.buffer.sync()
 
     def _round(self, number: int) -> None:
         self._play(number)
@@ -244,20 +271,15 @@ class SequentialRun:
     # --- the end ------------------------------------------------------------------------------------------
 
     def _end(self) -> Ending:
-        for learner in self.learners.values():
-            data = learner.packed()
-            self.checkpoints.add_chunk(
-                learner.agent, uuid.uuid4().hex, 0, len(data), zlib.crc32(data), memoryview(data)
-            )
-            learner.rounds.save(learner.directory)
-            learner.rounds.buffer.sync()
         now = time.monotonic()
-        ledger = self._ledger(now)
+        ledger = self._ledger(now)  # before the files are described: it writes the streams' ends into them
+        self._rest()
         self.run_book.drain(now)
         self.run_book.finish(now)
         status = self.status()
         self.view.show(status, 0)
         self.progress.close()
+        write_manifest(self.run, self.config)
         if self.threads is not None:
             self.threads.shutdown()
         os.close(self._lock)

@@ -182,9 +182,8 @@ class RoundBuffer:
                     "run that is repeated bit for bit cannot go on from there; begin it anew"
                 )
             return
+        self.rounds, self.due_draws = read_rounds(directory)
         with np.load(path, allow_pickle=False) as file:
-            counters = json.loads(file["counters"].tobytes())
-            self.rounds, self.due_draws = int(counters["rounds"]), int(counters["due_draws"])
             draws = sorted({int(name.split("/")[0]) for name in file.files if "/" in name})
             self._updates = {
                 draw: Update(file[f"{draw}/index"], file[f"{draw}/generation"], file[f"{draw}/priority"])
@@ -192,3 +191,16 @@ class RoundBuffer:
             }
         self.next_draw = self.answered = self.due_draws
         path.unlink()
+
+
+def read_rounds(directory: Path) -> tuple[int, int]:
+    """The rounds stored and the draws made of a buffer at rest; ConfigError if it is not."""
+    try:
+        with np.load(directory / AT_REST, allow_pickle=False) as file:
+            counters = json.loads(file["counters"].tobytes())
+            return int(counters["rounds"]), int(counters["due_draws"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{directory.name} was not stopped between two rounds ({error}): a run that is repeated bit for "
+            "bit cannot go on from there; begin it anew"
+        ) from None

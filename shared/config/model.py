@@ -60,17 +60,34 @@ class Config(Section):
                 f"replay.min_steps ({self.replay.min_steps}) is more than "
                 f"replay.capacity_steps ({self.replay.capacity_steps}): nothing could ever be drawn"
             )
-        if self.parallel.mode != "async" and self.world_has_workers:
-            raise ValueError(
-                f"learner.workers: {self.parallel.mode} repeats a run bit for bit, which needs one gradient "
-                "worker for each agent; set learner.workers to 1"
-            )
+        if self.parallel.mode != "async":
+            self._check_repeatable()
         if self.param_server.heartbeat_s * 2 > self.param_server.lease_s:
             raise ValueError(
                 f"param_server.lease_s ({self.param_server.lease_s}) must be at least twice "
                 f"heartbeat_s ({self.param_server.heartbeat_s}), or one late heartbeat loses the lease"
             )
         return self
+
+    def _check_repeatable(self) -> None:
+        """What stands in the way of a run that is the same bit for bit."""
+        mode = self.parallel.mode
+        for agent in ("", *self.agents):
+            if self.learner_for(agent).workers > 1:
+                raise ValueError(
+                    f"learner.workers = {self.learner_for(agent).workers}: several gradient workers step in "
+                    f"the order in which they happen to be done, and {mode} is repeatable; set it to 1"
+                )
+        if self.param_server.broadcast_dtype != "float32":
+            raise ValueError(
+                f"param_server.broadcast_dtype = {self.param_server.broadcast_dtype}: in {mode} actors play "
+                "with exactly the learners' weights; set it to float32"
+            )
+        if self.param_server.keep_versions < 3:
+            raise ValueError(
+                f"param_server.keep_versions = {self.param_server.keep_versions}: in {mode} actors play with "
+                "the version before the newest; keep at least 3"
+            )
 
     def _check_agents(self, named: Iterable[str], key: str) -> None:
         ids = {f"agent_{number}" for number in range(self.world.agents)}
@@ -91,11 +108,6 @@ class Config(Section):
     def learns(self, agent: str) -> bool:
         """Whether the agent has a learner and a buffer; a random or scripted one has neither."""
         return self.learner_for(agent).learns
-
-    @property
-    def world_has_workers(self) -> bool:
-        """Whether any agent's learner has several gradient workers."""
-        return any(self.learner_for(agent).workers > 1 for agent in {"", *self.agents})
 
     @property
     def segment_steps(self) -> int:
