@@ -89,6 +89,7 @@ def go_back(run: RunDirectory) -> bool:
 
 
 def has_kept(run: RunDirectory) -> bool:
+    """Whether there is a copy to go back to."""
     return (run.path / "manifest").exists()
 
 
