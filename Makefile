@@ -7,7 +7,7 @@ BENCH := .venv-bench
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test test-fast lint types bench-replay soak-replay clean
+.PHONY: help setup train test test-fast lint types bench-replay bench-learner soak-replay clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ types: $(READY) ## mypy, strict
 
 bench-replay: $(BENCH)/.ready ## replay beside other libraries and bare sockets (about 4 minutes)
 	$(BENCH)/bin/python -m bench.replay $(ARGS)
+
+bench-learner: $(READY) ## one update beside a bare loop, workers, and async beside sequential (about 7 minutes)
+	$(BIN)/python -m bench.learner $(ARGS)
 
 soak-replay: $(READY) ## kill -9 of a loaded replay service 200 times, its files proven each time (about 6 minutes)
 	$(BIN)/python -m bench.replay_kills $(ARGS)
