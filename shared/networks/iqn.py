@@ -1,6 +1,7 @@
 """Quantiles of the return: the network of IQN (Dabney et al. 2018).
 
-    Z(s, a; tau) = head( body(s) * phi(tau) )_a,   phi(tau) = relu( W cos(pi i tau) + b ),   i = 0, 1, .. cosines - 1
+    Z(s, a; tau) = head( body(s) * phi(tau) )_a
+    phi(tau)     = relu( W c(tau) + b ),   c_i(tau) = cos(pi i tau),   i = 0, .. cosines - 1
 
 The head is linear, so the mean over quantiles may be taken before it: acting, which wants only
 Q(s, a) = mean of Z(s, a; tau), costs one pass of the head and not one for each quantile. All of
