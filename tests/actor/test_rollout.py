@@ -278,3 +278,32 @@ def test_rollout_with_the_same_seed_plays_the_same() -> None:
     for first, second in zip(worlds[0].acted, worlds[1].acted, strict=True):
         for agent, actions in first.items():
             np.testing.assert_array_equal(actions, second[agent])
+
+
+def test_noisy_rollout_explores_by_seed_actor_and_first_epoch() -> None:
+    """Without epsilon the noise alone decides; other numbers give other noise, the same ones the same."""
+
+    def explored(seed: int, actor_index: int, first_epoch: int) -> np.ndarray:
+        config = build_config(
+            {
+                "seed": seed,
+                "actor": {"epsilon": {"start": 0.0, "base": 0.0}},
+                "learner": {"network": {"hidden": list(HIDDEN), "noisy": True}},
+            }
+        )
+        world = ScriptedWorld(4, 1_000, [[9_999]])
+        rollout = Rollout(config, world, actor_index=actor_index, first_epoch=first_epoch)
+        network = QNetwork(SPEC, NetworkConfig(hidden=HIDDEN, noisy=True))
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.fill_(0.1)
+        rollout.load("agent_0", 1, {name: value.numpy() for name, value in network.state_dict().items()})
+        for _ in range(30):
+            rollout.turn(0.0)
+        return np.array([actions["agent_0"] for actions in world.acted])
+
+    first = explored(1, 2, 3)
+    assert len(np.unique(first)) == 3
+    np.testing.assert_array_equal(first, explored(1, 2, 3))
+    for others in ((0, 2, 3), (1, 0, 3), (1, 2, 0)):
+        assert (first != explored(*others)).any()
