@@ -32,6 +32,8 @@ class IQNetwork(PolicyNetwork):
         super().__init__(spec, config)
         if spec.discrete is None:
             raise ValueError("a quantile network needs a discrete action")
+        if spec.continuous is not None:
+            raise ValueError("a quantile network chooses a discrete action alone; for both kinds take hybrid")
         self.dueling = config.dueling
         features = config.hidden[-1]
         self.body = Body([self.inputs, *config.hidden])

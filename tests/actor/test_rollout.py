@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.actor.rollout import Rollout
+from services.actor.rounds import RoundPlayer
 from services.actor.segments import Cut
 from shared.config import Config, NetworkConfig, build_config
 from shared.networks import QNetwork
@@ -307,3 +308,25 @@ def test_noisy_rollout_explores_by_seed_actor_and_first_epoch() -> None:
     np.testing.assert_array_equal(first, explored(1, 2, 3))
     for others in ((0, 2, 3), (1, 0, 3), (1, 2, 0)):
         assert (first != explored(*others)).any()
+
+
+def test_noisy_round_is_the_same_whatever_was_played_before() -> None:
+    """In lockstep a round is a pure function of its number; the noise is no exception."""
+    config = build_config(
+        {
+            "world": {"agents": 1, "max_turns": 8},
+            "actor": {"envs": 3, "epsilon": {"start": 0.0, "base": 0.0}},
+            "learner": {"network": {"hidden": list(HIDDEN), "noisy": True}},
+        }
+    )
+    players = [RoundPlayer(config, 0) for _ in range(2)]
+    spec = players[0].specs["agent_0"]
+    network = QNetwork(spec, config.learner.network)
+    for player in players:
+        player.load("agent_0", 1, {name: value.numpy() for name, value in network.state_dict().items()})
+    for number in range(3):
+        players[0].play(number)
+    played = [player.play(3)[0]["agent_0"] for player in players]
+    for first, second in zip(*played, strict=True):
+        np.testing.assert_array_equal(first.arrays["action"], second.arrays["action"])
+    assert len({int(action) for cut in played[0] for action in cut.arrays["action"]}) > 1

@@ -15,7 +15,7 @@ from services.actor.policies import PolicyGroup
 from services.learner.algorithms import build_algorithm
 from services.learner.algorithms.base import Algorithm
 from shared.algorithms import BUILT_IN, algorithm_class, network_class
-from shared.config import LearnerConfig, NetworkConfig, load_config
+from shared.config import LearnerConfig, load_config
 from shared.errors import ConfigError
 from shared.networks import PolicyNetwork
 from shared.specs import AgentSpec, Continuous, Discrete, vector_observation
@@ -80,7 +80,7 @@ def test_algorithm_and_actor_have_the_same_network(name: str) -> None:
         spec = SPEC.model_copy(update={"continuous": Continuous(size=1)})
         algorithm = build(name, spec)
     assert type(algorithm.online) is network_class(name)
-    group = PolicyGroup(("agent_0", "agent_1"), spec, algorithm.config.network, 3, name)
+    group = PolicyGroup(("agent_0", "agent_1"), spec, algorithm.config, 3)
     for agent in group.agents:
         group.load(agent, 1, {key: tensor.numpy() for key, tensor in algorithm.policy().items()})
     group.observe([np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)] * 2)
@@ -173,7 +173,7 @@ def test_learner_with_a_wrong_name_is_told_what_to_do(name: str, says: str) -> N
 def test_actor_with_a_wrong_name_is_told_what_to_do(name: str, says: str) -> None:
     """An actor needs only the network, and says what keeps it from it."""
     with pytest.raises(ConfigError, match=says):
-        PolicyGroup(("agent_0",), SPEC, NetworkConfig(), 1, name)
+        PolicyGroup(("agent_0",), SPEC, LearnerConfig(algorithm=name), 1)
 
 
 @pytest.mark.parametrize("name", ["dqn", "iqn"])

@@ -96,8 +96,10 @@ def test_state_of_the_network_is_its_weights_alone() -> None:
     }
 
 
-def test_network_without_a_discrete_action_is_refused() -> None:
-    """Values of actions need actions to choose from."""
+def test_network_for_other_than_one_discrete_action_is_refused() -> None:
+    """Values of actions need actions to choose from, and choose nothing else."""
     spec = AgentSpec(observation=vector_observation(2), continuous=Continuous(size=1))
-    with pytest.raises(ValueError, match="discrete"):
+    with pytest.raises(ValueError, match="needs a discrete action"):
         IQNetwork(spec, NetworkConfig())
+    with pytest.raises(ValueError, match="take hybrid"):
+        IQNetwork(spec.model_copy(update={"discrete": Discrete(n=2)}), NetworkConfig())
