@@ -28,6 +28,7 @@ class BuiltIn:
 
 BUILT_IN: Mapping[str, BuiltIn] = {
     "dqn": BuiltIn("services.learner.algorithms.dqn:DQN", "shared.networks.q:QNetwork"),
+    "iqn": BuiltIn("services.learner.algorithms.iqn:IQN", "shared.networks.iqn:IQNetwork"),
     "hybrid": BuiltIn("services.learner.algorithms.hybrid:Hybrid", "shared.networks.hybrid:HybridNetwork"),
 }
 

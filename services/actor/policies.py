@@ -17,7 +17,7 @@ from shared.algorithms import build_network
 from shared.config import Config, LearnerConfig
 from shared.errors import SpecMismatch
 from shared.layout import Array, Arrays
-from shared.networks import PolicyNetwork, flat_input, stack_networks
+from shared.networks import PolicyNetwork, draw_noise_from, flat_input, stack_networks
 from shared.specs import AgentSpec, DType
 from worlds.base import AgentActions
 
@@ -45,7 +45,11 @@ class PolicyGroup:
         self._inputs = torch.zeros(shape, dtype=_TORCH[self.spec.observation.dtype])
         self.stacks = self._inputs.numpy()
         networks = [build_network(self.spec, self.learner) for _ in self.agents]
-        self.network = stack_networks(networks, build_network(self.spec, self.learner))
+        self.network = stack_networks(networks, build_network(self.spec, self.learner)).eval()
+
+    def explore(self, noise: torch.Generator) -> None:
+        """From now on noisy layers have noise, drawn from here; without this call they have none."""
+        draw_noise_from(self.network.train(), noise)
 
     def load(self, agent: str, version: int, tensors: Arrays) -> None:
         """Swaps in an agent's weights between two turns."""
@@ -77,7 +81,7 @@ class PolicyGroup:
 
     @torch.inference_mode()
     def best_actions(self) -> list[AgentActions]:
-        """The greedy actions of each agent in all slots."""
+        """The greedy actions of each agent in all slots, as its noisy layers see it if they explore."""
         chosen = self.network.act(flat_input(self._inputs, self.spec))
         return [
             AgentActions(

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from services.actor.exploration import Dice, epsilons, ladder_floors
+from services.actor.exploration import Dice, epsilons, hash_seed, ladder_floors
 from services.actor.policies import PolicyGroup, group_agents
 from services.actor.segments import Cut, SegmentWriter
 from shared.config import Config
@@ -48,6 +49,10 @@ class Rollout:
     ) -> None:
         self.config, self.world = config, world
         self.groups = groups or group_agents(config, world.specs, world.envs)
+        # As with the dice, a resumed actor does not repeat itself.
+        noise = torch.Generator().manual_seed(hash_seed(config.seed, actor_index, first_epoch))
+        for group in self.groups:
+            group.explore(noise)
         self.group_of = {agent: group for group in self.groups for agent in group.agents}
         self.floors = ladder_floors(config.actor.epsilon, actor_index, world.envs)
         self.writers = {

@@ -39,7 +39,15 @@ def unpack(data: bytes) -> tuple[Tensors, dict[str, int]]:
         header_bytes = struct.unpack_from("<Q", data)[0]
         metadata = json.loads(data[8 : 8 + header_bytes])["__metadata__"]
         counters = {str(key): int(value) for key, value in json.loads(metadata["counters"]).items()}
-    except (SafetensorError, KeyError, TypeError, AttributeError, ValueError, struct.error) as error:
+    except (
+        SafetensorError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        OverflowError,  # a counter like 1E999 is a number, and infinite
+        struct.error,
+    ) as error:
         raise BadMessage(f"not a checkpoint: {error}") from None
     return tensors, counters
 

@@ -40,7 +40,8 @@ class NetworkConfig(Section):
     hidden: Annotated[tuple[Annotated[int, Field(ge=1, le=65_536)], ...], Field(min_length=1)] = (128, 128)
     dueling: bool = True
     noisy: bool = False
-    """Noisy layers after the body (Fortunato 2018): the network learns how much to explore."""
+    """Noisy layers after the body (Fortunato 2018): the network learns how much to explore. actor.epsilon
+    explores beside it; set its `start` and `base` to 0 to leave exploring to the noise."""
     noisy_sigma: Positive = 0.5
     """Their noise at the start, over the square root of the layer's inputs."""
     cosines: Annotated[int, Field(ge=1, le=4096)] = 64

@@ -2,7 +2,21 @@
 
 from shared.networks.base import Chosen, PolicyNetwork, flat_input, stack_networks
 from shared.networks.hybrid import HybridNetwork
-from shared.networks.layers import Linear
+from shared.networks.iqn import IQNetwork
+from shared.networks.layers import Body, Linear, NoisyLinear, draw_noise_from, output_layer
 from shared.networks.q import QNetwork
 
-__all__ = ["Chosen", "HybridNetwork", "Linear", "PolicyNetwork", "QNetwork", "flat_input", "stack_networks"]
+__all__ = [
+    "Body",
+    "Chosen",
+    "HybridNetwork",
+    "IQNetwork",
+    "Linear",
+    "NoisyLinear",
+    "PolicyNetwork",
+    "QNetwork",
+    "draw_noise_from",
+    "flat_input",
+    "output_layer",
+    "stack_networks",
+]

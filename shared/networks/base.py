@@ -43,7 +43,11 @@ class PolicyNetwork(nn.Module, ABC):
 
     @abstractmethod
     def act(self, x: Tensor) -> Chosen:
-        """The greedy actions for inputs [..., inputs]; a pure function of the inputs and the weights."""
+        """The greedy actions for inputs [..., inputs].
+
+        In eval mode a pure function of the inputs and the weights. In training mode noisy layers draw their
+        noise in each call, so the same inputs may give other actions: that is how such an agent explores.
+        """
 
     @property
     def inputs(self) -> int:

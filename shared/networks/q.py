@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared.config import NetworkConfig
 from shared.networks.base import Chosen, PolicyNetwork
-from shared.networks.layers import Linear
+from shared.networks.layers import Body, output_layer
 from shared.specs import AgentSpec
 
 
@@ -23,15 +20,12 @@ class QNetwork(PolicyNetwork):
         if spec.continuous is not None:
             raise ValueError("a Q network chooses a discrete action alone; for both kinds take hybrid")
         self.dueling = config.dueling
-        sizes = [self.inputs, *config.hidden]
-        self.body = nn.ModuleList(Linear(inputs, outputs) for inputs, outputs in pairwise(sizes))
+        self.body = Body([self.inputs, *config.hidden])
         # One layer for both heads: column 0 is the state's value, the others the advantages.
-        self.head = Linear(sizes[-1], spec.discrete.n + (1 if config.dueling else 0))
+        self.head = output_layer(config.hidden[-1], spec.discrete.n + (1 if config.dueling else 0), config)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., inputs] -> [..., actions]
-        for layer in self.body:
-            x = torch.relu(layer(x))
-        heads: Tensor = self.head(x)
+        heads: Tensor = self.head(self.body(x))
         return dueling_values(heads) if self.dueling else heads
 
     def act(self, x: Tensor) -> Chosen:

@@ -20,6 +20,25 @@ def make_group() -> PolicyGroup:
     return PolicyGroup(AGENTS, SPEC, LearnerConfig(network=NETWORK), ENVS)
 
 
+def make_noisy_group(seed: int | None) -> PolicyGroup:
+    """Weights of which only the noise differs between actions; without a seed it is a greedy group."""
+    config = LearnerConfig(network=NETWORK.model_copy(update={"noisy": True}))
+    group = PolicyGroup(AGENTS, SPEC, config, ENVS)
+    if seed is not None:
+        group.explore(torch.Generator().manual_seed(seed))
+    weights = {name: np.zeros_like(value[0].numpy()) for name, value in group.network.named_parameters()}
+    weights["head.bias"][1 + 2] = 0.01  # the advantage of action 2
+    weights["head.bias_sigma"][:] = 1.0
+    for agent in AGENTS:
+        group.load(agent, 1, weights)
+    return group
+
+
+def actions_of(group: PolicyGroup, turns: int) -> np.ndarray:
+    """[turns, agents, envs]"""
+    return np.array([[actions.discrete for actions in group.best_actions()] for _ in range(turns)])
+
+
 def make_weights(seed: int) -> tuple[QNetwork, dict[str, np.ndarray]]:
     torch.manual_seed(seed)
     network = QNetwork(SPEC, NETWORK)
@@ -177,3 +196,19 @@ def test_agent_whose_algorithm_cannot_act_as_its_spec_says_is_refused() -> None:
     """An actor ends with the reason instead of starting again and again."""
     with pytest.raises(ConfigError, match=r"learner\.algorithm = 'dqn': .* take hybrid"):
         PolicyGroup(AGENTS, HYBRID_SPEC, LearnerConfig(network=NETWORK), ENVS)
+
+
+def test_group_is_greedy_until_it_is_told_to_explore() -> None:
+    """Noisy layers draw in actors and are silent in evaluation."""
+    assert (actions_of(make_noisy_group(None), 5) == 2).all()
+    explored = actions_of(make_noisy_group(1), 20)
+    assert set(explored.flatten()) == {0, 1, 2, 3}
+    assert (explored[:, 0] != explored[:, 1]).any()  # agents
+    assert (explored[:, :, 0] != explored[:, :, 1]).any()  # environments
+
+
+def test_group_with_the_same_noise_acts_the_same() -> None:
+    """A generator of one seed gives one sequence of actions."""
+    first, second, other = (actions_of(make_noisy_group(seed), 10) for seed in (3, 3, 4))
+    np.testing.assert_array_equal(first, second)
+    assert (first != other).any()

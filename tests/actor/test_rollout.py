@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.actor.rollout import Rollout
+from services.actor.rounds import RoundPlayer
 from services.actor.segments import Cut
 from shared.config import Config, NetworkConfig, build_config
 from shared.networks import QNetwork
@@ -278,3 +279,54 @@ def test_rollout_with_the_same_seed_plays_the_same() -> None:
     for first, second in zip(worlds[0].acted, worlds[1].acted, strict=True):
         for agent, actions in first.items():
             np.testing.assert_array_equal(actions, second[agent])
+
+
+def test_noisy_rollout_explores_by_seed_actor_and_first_epoch() -> None:
+    """Without epsilon the noise alone decides; other numbers give other noise, the same ones the same."""
+
+    def explored(seed: int, actor_index: int, first_epoch: int) -> np.ndarray:
+        config = build_config(
+            {
+                "seed": seed,
+                "actor": {"epsilon": {"start": 0.0, "base": 0.0}},
+                "learner": {"network": {"hidden": list(HIDDEN), "noisy": True}},
+            }
+        )
+        world = ScriptedWorld(4, 1_000, [[9_999]])
+        rollout = Rollout(config, world, actor_index=actor_index, first_epoch=first_epoch)
+        network = QNetwork(SPEC, NetworkConfig(hidden=HIDDEN, noisy=True))
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.fill_(0.1)
+        rollout.load("agent_0", 1, {name: value.numpy() for name, value in network.state_dict().items()})
+        for _ in range(30):
+            rollout.turn(0.0)
+        return np.array([actions["agent_0"] for actions in world.acted])
+
+    first = explored(1, 2, 3)
+    assert len(np.unique(first)) == 3
+    np.testing.assert_array_equal(first, explored(1, 2, 3))
+    for others in ((0, 2, 3), (1, 0, 3), (1, 2, 0)):
+        assert (first != explored(*others)).any()
+
+
+def test_noisy_round_is_the_same_whatever_was_played_before() -> None:
+    """In lockstep a round is a pure function of its number; the noise is no exception."""
+    config = build_config(
+        {
+            "world": {"agents": 1, "max_turns": 8},
+            "actor": {"envs": 3, "epsilon": {"start": 0.0, "base": 0.0}},
+            "learner": {"network": {"hidden": list(HIDDEN), "noisy": True}},
+        }
+    )
+    players = [RoundPlayer(config, 0) for _ in range(2)]
+    spec = players[0].specs["agent_0"]
+    network = QNetwork(spec, config.learner.network)
+    for player in players:
+        player.load("agent_0", 1, {name: value.numpy() for name, value in network.state_dict().items()})
+    for number in range(3):
+        players[0].play(number)
+    played = [player.play(3)[0]["agent_0"] for player in players]
+    for first, second in zip(*played, strict=True):
+        np.testing.assert_array_equal(first.arrays["action"], second.arrays["action"])
+    assert len({int(action) for cut in played[0] for action in cut.arrays["action"]}) > 1

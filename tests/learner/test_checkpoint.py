@@ -64,7 +64,9 @@ def test_checkpoint_with_a_changed_byte_raises_only_bad_message(place: int, valu
         unpack(bytes(data))
 
 
-@pytest.mark.parametrize("counters", ["[1]", "5", "null", '{"a": null}', '{"a": "x"}', '{"a": [1]}', "{"])
+@pytest.mark.parametrize(
+    "counters", ["[1]", "5", "null", '{"a": 1E999}', '{"a": null}', '{"a": "x"}', '{"a": [1]}', "{"]
+)
 def test_checkpoint_with_counters_that_are_none_is_a_bad_message(counters: str) -> None:
     """Counters are a mapping from names to whole numbers."""
     with pytest.raises(BadMessage):

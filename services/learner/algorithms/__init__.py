@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from services.learner.algorithms.base import Algorithm
-from shared.algorithms import algorithm_class
+from shared.algorithms import algorithm_class, network_class
 from shared.config import Config, LearnerConfig
 from shared.errors import ConfigError
 from shared.specs import AgentSpec
@@ -22,6 +23,9 @@ def build_algorithm(spec: AgentSpec, config: LearnerConfig, device: torch.device
             f"learner.algorithm = {config.algorithm!r} is {found!r}: write a subclass of "
             "services.learner.algorithms.base.Algorithm"
         )
+    network_class(config.algorithm)  # says what is wrong with its network, if anything is
+    if inspect.isabstract(found):
+        raise ConfigError(f"learner.algorithm = {config.algorithm!r} has no method `loss`: write one")
     try:
         return found(spec, config, device, seed)
     except ValueError as error:  # for example a spec without a discrete action

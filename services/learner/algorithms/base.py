@@ -34,7 +34,7 @@ from services.learner.training import (
 from shared.config import LearnerConfig
 from shared.layout import Arrays
 from shared.logs import get_logger
-from shared.networks import PolicyNetwork, flat_input
+from shared.networks import PolicyNetwork, draw_noise_from, flat_input
 from shared.specs import AgentSpec
 
 log = get_logger()
@@ -89,6 +89,8 @@ class Algorithm(ABC):
             torch.manual_seed(seed)
             self.online = self.network.build(spec, config).to(device)
             target = self.network.build(spec, config).to(device)
+        for network in (self.online, target):
+            draw_noise_from(network, self.generator)
         self.target = TargetNetwork(self.online, target, config.target)
         self.parameters = list(self.online.parameters())
         self.optimizer = Adam(dict(self.online.named_parameters()), lr=config.lr, epsilon=config.adam_epsilon)

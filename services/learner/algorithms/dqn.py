@@ -30,7 +30,7 @@ class DQN(Algorithm):
     def loss(self, batch: Tensors) -> Loss:
         with torch.no_grad():
             target_values: Tensor = self.target.network(batch["next_observation"])  # [batch, actions]
-            bootstrap = self._bootstrap(target_values, batch["next_observation"])
+            bootstrap = self.bootstrap(target_values, batch["next_observation"])
             targets = self.config.reward_scale * batch["return"] + batch["discount"] * bootstrap
 
         values = self.online(batch["observation"])  # [batch, actions]
@@ -43,7 +43,8 @@ class DQN(Algorithm):
             target_values=target_values,
         )
 
-    def _bootstrap(self, target_values: Tensor, next_observation: Tensor) -> Tensor:
+    def bootstrap(self, target_values: Tensor, next_observation: Tensor) -> Tensor:
+        """The value [batch] of what comes next; a subclass may think otherwise of it."""
         if not self.config.double:
             return target_values.amax(1)
         best = self.online(next_observation).argmax(1, keepdim=True)
