@@ -61,13 +61,7 @@ def build_network(spec: AgentSpec, config: LearnerConfig) -> PolicyNetwork:
 
 
 def _import(place: str, name: str) -> Any:
-    module_name, colon, attribute = place.partition(":")
-    if not colon or not module_name or not attribute:
-        raise ConfigError(
-            f"learner.algorithm = {name!r}: no built-in algorithm has this name{_nearest(name, BUILT_IN)} "
-            f"Known are {', '.join(sorted(BUILT_IN))}, random and scripted; one of your own is written "
-            '"package.module:Class"'
-        )
+    module_name, _colon, attribute = place.partition(":")  # the config has seen to it that there is one
     try:
         module = importlib.import_module(module_name)
     except (ImportError, TypeError) as error:  # TypeError: a relative name

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from shared.config.sections import Fraction, Positive, Section
+
+ALGORITHMS = ("dqn", "iqn", "hybrid")  # found by shared/algorithms.py
+WITHOUT_LEARNER = ("random", "scripted")
 
 
 class PriorityConfig(Section):
@@ -121,7 +125,20 @@ class LearnerConfig(Section):
     device: str = "auto"
     """auto takes a GPU if there is one, agents taking turns; or cpu, cuda:0, ..."""
 
+    @field_validator("algorithm")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        known = (*ALGORITHMS, *WITHOUT_LEARNER)
+        if name in known or all(name.partition(":")):
+            return name
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(
+            f"no built-in algorithm is called {name!r}; {hint}Known are {', '.join(known)}; one of your own "
+            'is written "package.module:Class"'
+        )
+
     @property
     def learns(self) -> bool:
         """Whether there is anything to learn: random and scripted agents have no learner and no buffer."""
-        return self.algorithm not in ("random", "scripted")
+        return self.algorithm not in WITHOUT_LEARNER

@@ -8,13 +8,11 @@ import pytest
 import torch
 import zmq
 
-from services.learner.algorithms import build_algorithm
 from services.learner.algorithms.base import FIGURES_EVERY
 from services.learner.algorithms.dqn import DQN
 from services.learner.training import TargetNetwork, clip_gradients, named_state, under_prefix
 from shared.codec import decode, encode
 from shared.config import LearnerConfig, TargetConfig
-from shared.errors import ConfigError
 from shared.messages import Batch, Token
 from shared.specs import AgentSpec, Discrete, vector_observation
 
@@ -369,12 +367,6 @@ def test_prefixed_state_comes_back_by_its_prefix_alone() -> None:
     assert set(tensors) == {"adam/a/x", "adam/ab/x"}
     assert under_prefix("adam/a", tensors)["x"].item() == 0.0
     assert list(under_prefix("adam/ab", tensors)) == ["x"]
-
-
-def test_unknown_algorithm_is_refused_with_the_known_ones() -> None:
-    """The config's name must be one of ours."""
-    with pytest.raises(ConfigError, match=r"learner\.algorithm = 'sarsa': .* Known are dqn"):
-        build_algorithm(SPEC, make_config(algorithm="sarsa"), CPU, 0)
 
 
 # --- learning ---------------------------------------------------------------------------------------------

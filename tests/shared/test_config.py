@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from shared.algorithms import BUILT_IN
 from shared.config import Config, LearnerConfig, build_config, dump_config, known_keys, load_config, merged
+from shared.config.learner import ALGORITHMS
 from shared.errors import ConfigError
 
 
@@ -293,3 +295,26 @@ def test_placement_that_is_no_number_names_its_key() -> None:
     """Replay services have numbers, not names."""
     text = refusal("replay.services=2", "replay.placement.agent_1=replay-1")
     assert "replay.placement.agent_1 = 'replay-1'" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "dnq",
+            r"learner\.algorithm: no built-in algorithm is called 'dnq'; did you mean dqn\? Known are dqn",
+        ),
+        ("zzzzz", r"is called 'zzzzz'; Known are dqn, iqn, hybrid, random, scripted; one of your own"),
+        ("examples.expected_sarsa:", r"is called 'examples.expected_sarsa:'"),
+        (":Mine", r"is called ':Mine'"),
+    ],
+)
+def test_algorithm_that_nobody_knows_is_refused_before_anything_starts(name: str, says: str) -> None:
+    """The nearest name and how to write one's own."""
+    with pytest.raises(ConfigError, match=says):
+        build_config({"learner": {"algorithm": name}})
+
+
+def test_algorithm_names_of_the_config_are_those_that_can_be_found() -> None:
+    """Two lists of the same names: one that needs no torch, one that knows where they are."""
+    assert set(ALGORITHMS) == set(BUILT_IN)
