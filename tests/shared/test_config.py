@@ -302,7 +302,7 @@ def test_placement_that_is_no_number_names_its_key() -> None:
     [
         (
             "dnq",
-            r"learner\.algorithm: no built-in algorithm is called 'dnq'; did you mean dqn\? Known are dqn",
+            r"learner\.algorithm: no built-in algorithm is called 'dnq'; did you mean dqn\? Known",
         ),
         ("zzzzz", r"is called 'zzzzz'; Known are dqn, iqn, hybrid, random, scripted; one of your own"),
         ("examples.expected_sarsa:", r"is called 'examples.expected_sarsa:'"),
