@@ -45,6 +45,7 @@ from shared.messages import (
     ControlRequest,
     Done,
     ErrorReply,
+    FailureReport,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -143,6 +144,7 @@ class ParamServer:
             "permit_return": self.on_permit_return,
             "heartbeat": self.on_heartbeat,
             "release": self.on_release,
+            "failure_report": self.on_failure_report,
             "produced_request": self.on_produced_request,
             "publish": self.on_publish,
             "snapshot_request": self.on_snapshot_request,
@@ -297,7 +299,7 @@ class ParamServer:
             grant = LeaseGrant(request=message.request, index=index, lease_s=lease_s)
         else:
             token = self.leases.grant_learner(
-                list(self.spec_book.specs), message.instance, message.incarnation, message.agent, now
+                self._learning(message.agent), message.instance, message.incarnation, message.agent, now
             )
             if token is None:
                 return False
@@ -333,7 +335,7 @@ class ParamServer:
 
     def _learning_versions(self) -> dict[str, int]:
         """The newest version of every agent that learns; empty until the agents are known."""
-        return {agent: self._version(agent) for agent in self.spec_book.specs if self.config.learns(agent)}
+        return {agent: self._version(agent) for agent in self._learning()}
 
     def on_permit_request(self, message: PermitRequest, incoming: Incoming) -> None:
         self._check_holder(message.token, incoming.peer)
@@ -350,6 +352,15 @@ class ParamServer:
         self._check_holder(message.token, incoming.peer)
         self.permits.give_back(message.token.agent)
         self._answer_held(time.monotonic())
+
+    def _learning(self, wanted: str | None = None) -> list[str]:
+        """The agents that learn: those that a lease can be had for."""
+        specs = self.spec_book.specs
+        if wanted in specs and not self.config.learns(wanted):
+            raise Refused(
+                "unknown_agent", f"agent {wanted!r} is {self.config.algorithm_of(wanted)}: it has no learner"
+            )
+        return [agent for agent in specs if self.config.learns(agent)]
 
     def _answer(self, message: Request, incoming: Incoming) -> bool:
         if isinstance(message, SpecRequest):
@@ -406,14 +417,28 @@ class ParamServer:
         self.requests.reply(incoming.peer, reply)
 
     def on_release(self, message: Release, incoming: Incoming) -> None:
-        for lease in self.leases.release(message.instance, message.incarnation):
-            log.info("lease released", role=lease.role, name=lease.name, instance=lease.instance)
-            if lease.role == "learner":
-                self.permits.give_back(lease.name)
-        self.roster.remove(message.instance, message.incarnation)
+        self._give_back(message.instance, message.incarnation)
         self.requests.reply(incoming.peer, Done(request=message.request))
         self._answer_held(time.monotonic())
         self.announce()
+
+    def on_failure_report(self, message: FailureReport, incoming: Incoming) -> None:
+        """Its launcher saw it end: its leases need not be waited for. The next incarnation keeps its own."""
+        now = time.monotonic()
+        log.warning("a service failed", failed=message.instance, reason=message.reason)
+        incarnation = self.roster.note_failure(message.instance, message.pid, message.reason, now)
+        if incarnation is not None:
+            self._give_back(message.instance, incarnation)
+        self.requests.reply(incoming.peer, Done(request=message.request))
+        self._answer_held(now)
+        self.announce()
+
+    def _give_back(self, instance: str, incarnation: str | None) -> None:
+        for lease in self.leases.release(instance, incarnation):
+            log.info("lease released", role=lease.role, name=lease.name, instance=lease.instance)
+            if lease.role == "learner":
+                self.permits.give_back(lease.name)
+        self.roster.remove(instance, incarnation)
 
     def on_produced_request(self, message: ProducedRequest, incoming: Incoming) -> None:
         self.requests.reply(incoming.peer, Produced(request=message.request, steps=self.progress.steps_by))
@@ -551,6 +576,7 @@ class ParamServer:
             services=tuple(sorted(services, key=lambda service: (service.service, service.instance))),
             agents={agent: self._agent_status(agent) for agent in self.spec_book.specs},
             counters=dict(self.counters + self.requests.counters + self.broadcaster.counters),
+            failures=self.roster.failures(now),
         )
 
     def _own_status(self, now: float) -> ServiceStatus:
