@@ -322,6 +322,9 @@ def test_noisy_round_is_the_same_whatever_was_played_before() -> None:
     players = [RoundPlayer(config, 0) for _ in range(2)]
     spec = players[0].specs["agent_0"]
     network = QNetwork(spec, config.learner.network)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(0.1)  # all actions are worth the same: the noise decides
     for player in players:
         player.load("agent_0", 1, {name: value.numpy() for name, value in network.state_dict().items()})
     for number in range(3):
