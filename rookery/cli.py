@@ -19,7 +19,7 @@ from rookery.manifest import check_manifest, go_back, has_kept, is_at_rest
 from rookery.replay_commands import add_replay_command
 from rookery.run_directory import RunDirectory, create_run, open_run, ports_are_free, with_free_ports
 from rookery.summary import draw_curves, write_summary
-from rookery.view import View, render_status
+from rookery.view import View, agent_label, render_status
 from shared.config import Config, build_config, load_config, merged
 from shared.errors import ConfigError, PeerSilent, RookeryError
 from shared.logs import set_up_logging
@@ -173,6 +173,7 @@ def _resumed(options: argparse.Namespace) -> tuple[RunDirectory, Config]:
     settings = _settings(options)
     config = load_config(run.config_path, settings, environment={})
     _check_mode(run.config(), config)
+    _refuse_to_forget(run.config(), config)
     if options.minutes is not None:
         total_minutes = run.elapsed_s() / 60.0 + options.minutes
         config = build_config(merged(config.model_dump(mode="json"), {"run": {"minutes": total_minutes}}))
@@ -208,6 +209,16 @@ def _prepare_rounds(run: RunDirectory, config: Config) -> None:
     check_manifest(run, config)
 
 
+def _refuse_to_forget(before: Config, config: Config) -> None:
+    """An agent that learned keeps its learner: its steps would go missing from the ledger with its buffer."""
+    for agent in before.learning_agents:
+        if not config.learns(agent):
+            raise ConfigError(
+                f"{agent} learned with {before.algorithm_of(agent)!r} in this run and cannot become "
+                f"{config.algorithm_of(agent)}; begin a new run for that"
+            )
+
+
 def _refuse_if_running(run: RunDirectory, config: Config) -> None:
     try:
         with RunClient(config, timeout_s=1.0):
@@ -222,7 +233,7 @@ def _finish(run: RunDirectory, config: Config, view: View, ending: Ending) -> in
         summary = write_summary(run, config, ending, _final_returns(run, config, view))
     picture = run.plots / "learning_curve.png"
     drawn = draw_curves(run, picture)
-    _print_summary(view, run, summary)
+    _print_summary(view, run, config, summary)
     if drawn:
         view.say(f"curves  {picture}")
     if ending.interrupted:
@@ -240,18 +251,18 @@ def _final_returns(run: RunDirectory, config: Config, view: View) -> dict[str, f
     return {agent: float(returns.mean()) for agent, returns in played["returns"].items()}
 
 
-def _print_summary(view: View, run: RunDirectory, summary: dict[str, Any]) -> None:
+def _print_summary(view: View, run: RunDirectory, config: Config, summary: dict[str, Any]) -> None:
     view.say(
         f"{summary['epochs']:,} epochs, {summary['agent_steps']:,} agent steps "
         f"in {summary['elapsed_s']:.0f} s ({summary['agent_steps_per_s']:,.0f}/s)"
     )
     for agent, figures in summary["agents"].items():
         evaluation = figures["eval_return"]
+        trained = f", {figures['updates']:,} updates ({figures['updates_per_s']:.0f}/s)"
         view.say(
-            f"  {agent}: return {figures['first_return']} -> {figures['last_return']}"
+            f"  {agent_label(config, agent)}: return {figures['first_return']} -> {figures['last_return']}"
             + (f", greedy {evaluation:.1f}" if evaluation is not None else "")
-            + f", {figures['updates']:,} updates ({figures['updates_per_s']:.0f}/s)"
-            + f", version {figures['version']}"
+            + (f"{trained}, version {figures['version']}" if config.learns(agent) else "")
         )
     if summary["ledger"]:
         view.say("ledger  " + ", ".join(f"{name} {value:,}" for name, value in summary["ledger"].items()))
@@ -262,7 +273,7 @@ def _print_summary(view: View, run: RunDirectory, summary: dict[str, Any]) -> No
 
 
 def evaluate_run(run: RunDirectory, episodes: int, version: int | None, seed: int | None) -> dict[str, Any]:
-    """Greedy returns by agent, and the versions that played."""
+    """Greedy returns by agent, the versions that played (0: nothing is learned), and the run's config."""
     # torch is slow to load and only needed here
     from services.actor.evaluation import PolicyWeights, greedy_returns  # noqa: PLC0415
 
@@ -270,11 +281,12 @@ def evaluate_run(run: RunDirectory, episodes: int, version: int | None, seed: in
     agents = run.agents()
     if not agents:
         raise ConfigError(f"{run.path} has no weights yet: nothing was trained")
-    stored = {agent: run.weights(agent, version) for agent in agents}
+    stored = {agent: run.weights(agent, version) for agent in agents if config.learns(agent)}
     weights = {agent: PolicyWeights(own.version, own.tensors) for agent, own in stored.items()}
     played_seed = config.seed + EVAL_SEED_OFFSET if seed is None else seed
     returns = greedy_returns(config, weights, episodes, played_seed)
-    return {"returns": returns, "versions": {agent: own.version for agent, own in weights.items()}}
+    versions = {agent: weights[agent].version if agent in weights else 0 for agent in returns}
+    return {"returns": returns, "versions": versions, "config": config}
 
 
 def eval_command(options: argparse.Namespace) -> int:
@@ -282,12 +294,14 @@ def eval_command(options: argparse.Namespace) -> int:
     if options.episodes < 1:
         raise ConfigError(f"--episodes {options.episodes}: at least 1")
     played = evaluate_run(open_run(options.run), options.episodes, options.version, options.seed)
+    config: Config = played["config"]
     returns: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = played["returns"]
     result = {
         "episodes": options.episodes,
         "mean_return": float(np.mean([values.mean() for values in returns.values()])),
         "agents": {
             agent: {
+                "algorithm": config.algorithm_of(agent),
                 "version": played["versions"][agent],
                 "eval_return": float(values.mean()),
                 "standard_error": float(values.std() / np.sqrt(len(values))),
@@ -300,7 +314,8 @@ def eval_command(options: argparse.Namespace) -> int:
         return 0
     for agent, figures in result["agents"].items():
         mean, error = figures["eval_return"], figures["standard_error"]
-        print(f"{agent}  {mean:8.2f} +- {error:.2f}  version {figures['version']}")
+        who = f"version {figures['version']}" if config.learns(agent) else figures["algorithm"]
+        print(f"{agent}  {mean:8.2f} +- {error:.2f}  {who}")
     print(f"mean     {result['mean_return']:8.2f}  over {options.episodes} greedy epochs")
     return 0
 

@@ -27,7 +27,6 @@ from shared.messages import (
     expect,
 )
 from shared.placement import replay_of
-from worlds import agent_ids
 
 
 class RunClient:
@@ -81,7 +80,7 @@ class RunClient:
 
     def take_snapshot(self, number: int, timeout_s: float) -> list[SnapshotTaken]:
         """Of every replay service that keeps agents, one after the other, under one number."""
-        agents = agent_ids(self.config.world.agents)
+        agents = self.config.learning_agents
         parts = []
         for place in sorted({replay_of(self.config, agents, agent) for agent in agents}):
             link = self._open(self.config.endpoints.replay[place].requests)

@@ -129,7 +129,7 @@ class Launcher:
             self.processes.add(f"replay-{number}", "replay", [*common, "--number", str(number)])
         for number in range(self.config.actor.count):
             self.processes.add(f"actor-{number}", "actor", common)
-        for number in range(self.config.world.agents):
+        for number in range(len(self.config.learning_agents)):
             self.processes.add(f"learner-{number}", "learner", common)
         if not resume:
             self._join()

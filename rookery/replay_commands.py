@@ -192,10 +192,10 @@ def _listed(counts: dict[str, int], unit: str = " steps") -> str:
 def snapshots_of(run: RunDirectory) -> dict[int, str]:
     """The snapshots on the disk, each with what can be seen at once to be wrong with it; empty: nothing."""
     root = snapshot_files.root_of(run.replay)
-    found = {}
+    agents, found = run.learning_agents(), {}
     for number in snapshot_files.numbers(root):
         try:
-            for agent in run.agents():
+            for agent in agents:
                 snapshot_files.read_manifest(root / str(number) / agent)
             found[number] = ""
         except DamagedSnapshotError as error:
@@ -209,7 +209,7 @@ def snapshots_of(run: RunDirectory) -> dict[int, str]:
 def restore_command(options: argparse.Namespace) -> int:
     """`rookery replay RUN restore`."""
     run = open_run(options.run)
-    agents = run.agents()
+    agents = run.learning_agents()
     if not agents:
         raise ConfigError(f"{run.path} has no agents yet: nothing was ever stored in it")
     with stopped(run, run.config()):

@@ -77,9 +77,14 @@ class RunDirectory:
             return 0.0
 
     def agents(self) -> list[str]:
-        """The agents that have weights, in order."""
+        """The agents that play, in acting order; none before the first actor has come."""
         specs = self.path / "params" / "specs.json"
         return list(json.loads(specs.read_text())) if specs.exists() else []
+
+    def learning_agents(self) -> list[str]:
+        """Those of them that have weights and a buffer."""
+        config = self.config()
+        return [agent for agent in self.agents() if config.learns(agent)]
 
     def weights(self, agent: str, version: int | None = None) -> StoredVersion:
         """The newest readable version of an agent's weights, or the given one."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from rookery.launcher import Ending
 from rookery.run_directory import RunDirectory, read_progress
+from rookery.view import agent_label
 from shared.config import Config
 
 END_SHARE = 0.1  # first_return and last_return are means over this share of the epochs
@@ -23,6 +24,7 @@ def write_summary(
     for agent, own in status.agents.items():
         first, last = end_returns(progress, agent)
         agents[agent] = {
+            "algorithm": config.algorithm_of(agent),
             "updates": own.updates,
             "updates_per_s": round(own.updates / elapsed_s, 2),
             "version": own.version,
@@ -72,12 +74,13 @@ def draw_curves(run: RunDirectory, target: Path) -> bool:
     from matplotlib import pyplot  # noqa: PLC0415
 
     progress = read_progress(run.progress_path)
-    curves = {agent: _curve(progress, agent) for agent in run.agents()}
+    config = run.config()
+    curves = {agent_label(config, agent): _curve(progress, agent) for agent in run.agents()}
     if not any(len(times) for times, _means in curves.values()):
         return False
     figure, axes = pyplot.subplots(figsize=(8, 4.5), constrained_layout=True)
-    for agent, (times, means) in curves.items():
-        axes.plot(times, means, label=agent, linewidth=1.5)
+    for label, (times, means) in curves.items():
+        axes.plot(times, means, label=label, linewidth=1.5)
     axes.set_xlabel("training time [s]")
     axes.set_ylabel("return per epoch, exploration included")
     axes.set_title(run.path.name)

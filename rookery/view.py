@@ -37,7 +37,8 @@ class View:
             self._last_plain, self._last_state = now, status.state
             self.console.print(headline(status, self._config, restarts), highlight=False, soft_wrap=True)
             for agent in status.agents:
-                self.console.print("  " + _plain_agent(status, agent), highlight=False, soft_wrap=True)
+                row = _plain_agent(status, self._config, agent)
+                self.console.print("  " + row, highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -54,7 +55,7 @@ def render_progress(status: RunStatus, config: Config, restarts: int) -> Group:
     for name in ("return", "loss", "updates/s", "steps/s", "version", "lag", "replay"):
         table.add_column(name, justify="right")
     for agent in status.agents:
-        table.add_row(agent, *agent_cells(status, agent))
+        table.add_row(agent_label(config, agent), *agent_cells(status, agent))
     waits = [
         f"{service.instance} waits for {service.waiting_for}"
         for service in status.services
@@ -78,6 +79,11 @@ def headline(status: RunStatus, config: Config, restarts: int) -> str:
     if restarts:
         parts.append(f"{restarts} restarts")
     return " | ".join(parts)
+
+
+def agent_label(config: Config, agent: str) -> str:
+    """The agent's name; of one that learns nothing also why: "agent_2 (scripted)"."""
+    return agent if config.learns(agent) else f"{agent} ({config.algorithm_of(agent)})"
 
 
 def agent_cells(status: RunStatus, agent: str) -> list[str]:
@@ -135,10 +141,10 @@ def _service_cells(service: ServiceStatus) -> list[str]:
     ]
 
 
-def _plain_agent(status: RunStatus, agent: str) -> str:
+def _plain_agent(status: RunStatus, config: Config, agent: str) -> str:
     names = ("return", "loss", "updates/s", "steps/s", "version", "lag", "replay")
     cells = zip(names, agent_cells(status, agent), strict=True)
-    return f"{agent}: " + ", ".join(f"{name} {cell}" for name, cell in cells)
+    return f"{agent_label(config, agent)}: " + ", ".join(f"{name} {cell}" for name, cell in cells)
 
 
 def _number(value: float | None, form: str) -> str:

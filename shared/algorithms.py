@@ -6,14 +6,13 @@ never imports a learner's code, unless a user's own class brings it along.
 
 from __future__ import annotations
 
-import difflib
-import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shared.config import LearnerConfig
 from shared.errors import ConfigError
+from shared.imports import import_named
 from shared.networks import PolicyNetwork
 from shared.specs import AgentSpec
 
@@ -61,23 +60,5 @@ def build_network(spec: AgentSpec, config: LearnerConfig) -> PolicyNetwork:
 
 
 def _import(place: str, name: str) -> Any:
-    module_name, _colon, attribute = place.partition(":")  # the config has seen to it that there is one
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, TypeError) as error:  # TypeError: a relative name
-        raise ConfigError(
-            f"learner.algorithm = {name!r}: importing {module_name} failed ({error}); "
-            "is it installed, or its folder in PYTHONPATH, for learners and actors?"
-        ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
-        raise ConfigError(
-            f"learner.algorithm = {name!r}: module {module_name} has no {attribute!r}"
-            f"{_nearest(attribute, vars(module))}"
-        )
-    return found
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else "."
+    """The config has seen to it that it names a module and something in it."""
+    return import_named(place, f"learner.algorithm = {name!r}", users="learners and actors")

@@ -20,7 +20,7 @@ class Schedule:
     actors: int
     envs: int
     max_turns: int
-    agents: int
+    agents: int  # that learn
     lag_rounds: int
     agent_steps: int | None
 
@@ -30,7 +30,7 @@ class Schedule:
             actors=config.actor.count,
             envs=config.actor.envs,
             max_turns=config.world.max_turns,
-            agents=config.world.agents,
+            agents=len(config.learning_agents),
             lag_rounds=config.parallel.lag_rounds,
             agent_steps=config.run.agent_steps,
         )

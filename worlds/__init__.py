@@ -1,6 +1,6 @@
 """Worlds: what is played. `World` is the contract, `build_world` makes one from the config."""
 
-from worlds.base import AgentActions, Outcome, World, agent_ids
+from worlds.base import AgentActions, Outcome, Script, World, agent_ids
 from worlds.copies import Copies, SingleAction, SingleWorld
 from worlds.registry import build_world, check_world
 from worlds.treasure_hunt import TreasureHunt
@@ -9,6 +9,7 @@ __all__ = [
     "AgentActions",
     "Copies",
     "Outcome",
+    "Script",
     "SingleAction",
     "SingleWorld",
     "TreasureHunt",

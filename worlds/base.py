@@ -9,13 +9,14 @@ epoch after `max_turns` turns (truncation is its business), and resets the slots
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.errors import ConfigError
 from shared.specs import AgentSpec
 
 Array = NDArray[Any]
@@ -31,6 +32,10 @@ class AgentActions:
 
     discrete: ActionArray | None = None  # [E]
     continuous: FloatArray | None = None  # [E, size]
+
+
+Script = Callable[[Array], AgentActions]
+"""What an agent does that learns nothing: from its newest observation in each slot [E, *shape] to actions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,13 @@ class World(ABC):
 
     def on_epoch_end(self, slots: BoolArray, epochs: ActionArray) -> None:  # noqa: B027 - may stay empty
         """Called when these slots' epochs, numbered in `epochs` [E], ended, before they are reset."""
+
+    def script_for(self, agent: str, seed: int) -> Script:
+        """What a `scripted` agent does for which the config names no script; a world may offer one."""
+        raise ConfigError(
+            f"agents.{agent}: {type(self).__name__} offers no script of its own; "
+            'set script to yours, as "package.module:factory"'
+        )
 
 
 def agent_ids(count: int) -> tuple[str, ...]:

@@ -7,16 +7,15 @@ played, before anything trains on it (`check_world`).
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from shared.config import WorldConfig
 from shared.errors import ConfigError, WorldError
+from shared.imports import import_named, is_place, nearest
 from shared.specs import AgentSpec
 from worlds.base import AgentActions, Outcome, World, agent_ids
 from worlds.treasure_hunt import TreasureHunt
@@ -44,32 +43,20 @@ def build_world(config: WorldConfig, envs: int, seed: int) -> World:
 
 
 def _imported(name: str) -> Factory:
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
+    if not is_place(name):
         raise ConfigError(
-            f"world.name = {name!r}: no built-in world has this name{_nearest(name, BUILT_IN)} "
+            f"world.name = {name!r}: no built-in world has this name{nearest(name, BUILT_IN)} "
             f'Known are {", ".join(BUILT_IN)}; a world of your own is written "package.module:factory"'
         )
-    module = _module(module_name, name)
-    factory = getattr(module, attribute, None)
-    if factory is None:
-        raise ConfigError(
-            f"world.name = {name!r}: module {module_name} has no {attribute!r}"
-            f"{_nearest(attribute, vars(module))} Name a function or class that returns a World"
-        )
+    factory = import_named(
+        name,
+        f"world.name = {name!r}",
+        users="every service that plays",
+        wanted="Name a function or class that returns a World",
+    )
     if not callable(factory):
         raise ConfigError(f"world.name = {name!r} is a {type(factory).__name__}, not a function or class")
     return factory  # type: ignore[no-any-return]
-
-
-def _module(module_name: str, name: str) -> object:
-    try:
-        return importlib.import_module(module_name)
-    except (ImportError, TypeError) as error:  # TypeError: a relative name
-        raise ConfigError(
-            f"world.name = {name!r}: importing {module_name} failed ({error}); "
-            "is it installed, or its folder in PYTHONPATH, for every service that plays?"
-        ) from error
 
 
 def _check_options(config: WorldConfig, factory: Factory) -> None:
@@ -97,7 +84,7 @@ def _check_option(world_name: str, key: str, known: list[str], takes_any: bool) 
     if key not in known and not takes_any:
         listed = f"It knows {', '.join(known)}" if known else "It has no options"
         raise ConfigError(
-            f"world.options.{key}: {world_name} has no such option{_nearest(key, known)} {listed}"
+            f"world.options.{key}: {world_name} has no such option{nearest(key, known)} {listed}"
         )
 
 
@@ -108,11 +95,6 @@ def _parameters(name: str, factory: Factory) -> Mapping[str, inspect.Parameter]:
         raise WorldError(
             f"the parameters of {name} cannot be read: wrap it in a plain function that returns a World"
         ) from None
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else "."
 
 
 def check_world(world: object, config: WorldConfig, envs: int) -> World:

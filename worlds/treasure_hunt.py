@@ -18,7 +18,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shared.errors import ConfigError, WorldError
 from shared.specs import AgentSpec, Discrete, DType, vector_observation
-from worlds.base import ActionArray, AgentActions, Array, BoolArray, IndexArray, Outcome, World, agent_ids
+from worlds.base import (
+    ActionArray,
+    AgentActions,
+    Array,
+    BoolArray,
+    IndexArray,
+    Outcome,
+    Script,
+    World,
+    agent_ids,
+)
 
 EMPTY = 0
 WALL = 1
@@ -224,6 +234,13 @@ class TreasureHunt(World):
                 f"not int64[{self.envs}]"
             )
         return given.discrete
+
+    def script_for(self, agent: str, seed: int) -> Script:
+        """Walks to the nearest item it sees."""
+        from worlds.treasure_hunt_policies import NearestItemPolicy  # noqa: PLC0415 - it imports this module
+
+        policy = NearestItemPolicy(self.rules, seed)
+        return lambda observations: AgentActions(discrete=policy(observations))
 
     @property
     def cells(self) -> Codes:

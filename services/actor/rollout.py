@@ -2,6 +2,7 @@
 
 A turn: non-agent entities move, agents observe, all actions are chosen together in one batched pass, the
 world applies them one after another. Steps go to each agent's SegmentWriter, and what it cuts is handed out.
+Of agents that learn nothing only the returns are kept: their steps are neither recorded nor counted.
 An epoch of a slot ends after `max_turns` turns (truncated) or when all its agents are terminated.
 
 Next: services/actor/service.py
@@ -18,6 +19,7 @@ import torch
 
 from services.actor.exploration import Dice, epsilons, hash_seed, ladder_floors
 from services.actor.policies import PolicyGroup, group_agents
+from services.actor.scripts import build_scripts
 from services.actor.segments import Cut, SegmentWriter
 from shared.config import Config
 from shared.errors import WorldError
@@ -31,7 +33,7 @@ class Played:
 
     epochs: int = 0
     env_steps: int = 0
-    agent_steps: int = 0
+    agent_steps: int = 0  # of agents that learn: what goes to replay
     return_sums: dict[str, float] = field(default_factory=dict)
 
 
@@ -48,7 +50,8 @@ class Rollout:
         groups: Sequence[PolicyGroup] | None = None,
     ) -> None:
         self.config, self.world = config, world
-        self.groups = groups or group_agents(config, world.specs, world.envs)
+        learning = {agent: spec for agent, spec in world.specs.items() if config.learns(agent)}
+        self.groups = groups or group_agents(config, learning, world.envs)
         # As with the dice, a resumed actor does not repeat itself.
         noise = torch.Generator().manual_seed(hash_seed(config.seed, actor_index, first_epoch))
         for group in self.groups:
@@ -57,8 +60,11 @@ class Rollout:
         self.floors = ladder_floors(config.actor.epsilon, actor_index, world.envs)
         self.writers = {
             agent: SegmentWriter(spec, world.envs, config.segment_steps, config.learner_for(agent).n_step)
-            for agent, spec in world.specs.items()
+            for agent, spec in learning.items()
         }
+        self.scripts = build_scripts(
+            config, world, seed=config.seed, actor_index=actor_index, first_epoch=first_epoch
+        )
         self.dice = {
             agent: Dice(
                 seed=config.seed,
@@ -69,9 +75,9 @@ class Rollout:
                 spec=spec,
                 noise=config.actor.noise.scale,
             )
-            for agent, spec in world.specs.items()
+            for agent, spec in learning.items()
         }
-        self.produced_steps = dict.fromkeys(world.specs, 0)
+        self.produced_steps = dict.fromkeys(learning, 0)
         self.played = Played(return_sums=dict.fromkeys(world.specs, 0.0))
         self._epoch = np.zeros(world.envs, np.int64)
         self._next_epoch = first_epoch
@@ -129,6 +135,8 @@ class Rollout:
                 # An agent without weights yet acts at random.
                 own = epsilon if group.versions[place] else np.ones_like(epsilon)
                 chosen[agent] = self.dice[agent].roll(greedy[place], own)
+        for agent, script in self.scripts.items():
+            chosen[agent] = script(self._observations[agent])
         return chosen
 
     def _record(
@@ -140,6 +148,20 @@ class Rollout:
     ) -> None:
         if not np.isfinite(outcome.reward).all():
             raise WorldError(f"the world gave {agent} a reward that is not finite")
+        alive = self._alive[agent]
+        if agent in self.writers:
+            self._write(agent, actions, outcome, truncated)
+        self._returns[agent] += np.where(alive, outcome.reward, 0.0)
+        self._alive[agent] = alive & ~outcome.terminated
+
+    def _write(
+        self,
+        agent: str,
+        actions: AgentActions,
+        outcome: Outcome,
+        truncated: npt.NDArray[np.bool_],
+    ) -> None:
+        """A step on its way to replay."""
         alive, group = self._alive[agent], self.group_of[agent]
         place = group.agents.index(agent)
         rows = {
@@ -158,8 +180,6 @@ class Rollout:
         steps = int(alive.sum())
         self.produced_steps[agent] += steps
         self.played.agent_steps += steps
-        self._returns[agent] += np.where(alive, outcome.reward, 0.0)
-        self._alive[agent] = alive & ~outcome.terminated
 
     def _cut(self, ended: npt.NDArray[np.bool_]) -> list[tuple[str, Cut]]:
         cuts: list[tuple[str, Cut]] = []
@@ -179,8 +199,9 @@ class Rollout:
         self.world.on_epoch_start(slots, self._epoch)
         for group in self.groups:
             group.forget(slots)
-        for agent, writer in self.writers.items():
+        for writer in self.writers.values():
             writer.begin(slots, self._epoch)
+        for agent in self.world.specs:
             self._alive[agent][slots] = True
             self._returns[agent][slots] = 0.0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from services.actor.exploration import hash_seed
 from services.actor.policies import group_agents
 from services.actor.rollout import Played, Rollout
+from services.actor.scripts import try_scripts
 from services.actor.segments import Cut
 from shared.config import Config
 from shared.layout import Arrays
@@ -31,12 +32,14 @@ class RoundPlayer:
         self._schedule = Schedule.of(config)
         world = round_world(config, actor_index, 0)
         self.specs = world.specs
-        self._groups = group_agents(config, world.specs, world.envs)
+        try_scripts(config, world)
+        learning = {agent: spec for agent, spec in world.specs.items() if config.learns(agent)}
+        self._groups = group_agents(config, learning, world.envs)
         self._group_of = {agent: group for group in self._groups for agent in group.agents}
         self._rollout: Rollout | None = None
         self._number = self._turn = 0
         self._cuts: list[tuple[str, Cut]] = []
-        self.produced_steps = dict.fromkeys(world.specs, 0)  # in rounds that are over
+        self.produced_steps = dict.fromkeys(learning, 0)  # in rounds that are over
 
     def load(self, agent: str, version: int, tensors: Arrays) -> None:
         """The weights that an agent plays the next round with."""

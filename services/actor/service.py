@@ -20,6 +20,7 @@ import torch
 from services.actor.exploration import epsilons, hash_seed
 from services.actor.outbox import Outbox
 from services.actor.rollout import Played, Rollout
+from services.actor.scripts import try_scripts
 from services.actor.segments import Cut, make_segment
 from shared.codec import Received
 from shared.config import Config
@@ -85,8 +86,9 @@ class ActorService(Service):
         assert grant.index is not None
         specs = self.open_world(grant.index)
         self.agents = list(specs)
+        self.learning = [agent for agent in self.agents if self.config.learns(agent)]
         self.call_patiently(self.params, SpecRegistration(specs=dict(specs)), "the parameter server")
-        self.outbox = Outbox(self.agents, self.config.actor.window_segments)
+        self.outbox = Outbox(self.learning, self.config.actor.window_segments)
         self._connect_replays()
         self.subscribe()
         self.loop.every(REPORT_S, self._report, first_s=0.0)
@@ -95,6 +97,7 @@ class ActorService(Service):
     def open_world(self, index: int) -> Mapping[str, AgentSpec]:
         """Gets ready to play; returns the agents' specs."""
         world = self._build_world(index)
+        try_scripts(self.config, world)
         self.rollout = Rollout(self.config, world, actor_index=index, first_epoch=self.epochs)
         return world.specs
 
@@ -125,11 +128,11 @@ class ActorService(Service):
                     max_message_bytes=limits,
                 )
             )
-        self.home = {agent: replay_of(self.config, self.agents, agent) for agent in self.agents}
+        self.home = {agent: replay_of(self.config, self.agents, agent) for agent in self.learning}
 
     def subscribe(self) -> None:
-        """Follows every agent's newest weights."""
-        self.weights = {agent: WeightsState(agent) for agent in self.agents}
+        """Follows the newest weights of every agent that learns."""
+        self.weights = {agent: WeightsState(agent) for agent in self.learning}
         self.broadcasts = BroadcastListener(
             self.context,
             self.loop,
@@ -137,7 +140,7 @@ class ActorService(Service):
             run=self.params.run,
             max_message_bytes=self.config.limits.max_message_bytes,
             on_weights=self._on_weights,
-            agents=self.agents,
+            agents=self.learning,
         )
 
     # --- the loop ---------------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ class ActorService(Service):
 
     def _steps_so_far(self) -> float:
         """Steps of one agent over all actors: what the parameter server last said, and our own since."""
-        return self.agent_steps / len(self.agents) + self.own_steps
+        return self.agent_steps / len(self.learning) + self.own_steps
 
     def _why_idle(self) -> str:
         return f"the run is {self.state}" if self.state != "running" else "held by a person"
@@ -196,7 +199,7 @@ class ActorService(Service):
         self.outbox.add(segment, packed)
 
     def _pump(self) -> None:
-        for agent in self.agents:
+        for agent in self.learning:
             self.outbox.pump(agent, self.senders[self.home[agent]].send)
 
     # --- what an actor in rounds does differently -----------------------------------------------------------

@@ -297,7 +297,7 @@ class ParamServer:
             grant = LeaseGrant(request=message.request, index=index, lease_s=lease_s)
         else:
             token = self.leases.grant_learner(
-                list(self.spec_book.specs), message.instance, message.incarnation, message.agent, now
+                self._learning(message.agent), message.instance, message.incarnation, message.agent, now
             )
             if token is None:
                 return False
@@ -333,7 +333,7 @@ class ParamServer:
 
     def _learning_versions(self) -> dict[str, int]:
         """The newest version of every agent that learns; empty until the agents are known."""
-        return {agent: self._version(agent) for agent in self.spec_book.specs if self.config.learns(agent)}
+        return {agent: self._version(agent) for agent in self._learning()}
 
     def on_permit_request(self, message: PermitRequest, incoming: Incoming) -> None:
         self._check_holder(message.token, incoming.peer)
@@ -350,6 +350,15 @@ class ParamServer:
         self._check_holder(message.token, incoming.peer)
         self.permits.give_back(message.token.agent)
         self._answer_held(time.monotonic())
+
+    def _learning(self, wanted: str | None = None) -> list[str]:
+        """The agents that learn: those that a lease can be had for."""
+        specs = self.spec_book.specs
+        if wanted in specs and not self.config.learns(wanted):
+            raise Refused(
+                "unknown_agent", f"agent {wanted!r} is {self.config.algorithm_of(wanted)}: it has no learner"
+            )
+        return [agent for agent in specs if self.config.learns(agent)]
 
     def _answer(self, message: Request, incoming: Incoming) -> bool:
         if isinstance(message, SpecRequest):

@@ -168,7 +168,7 @@ class ReplayService(Service):
                 raise ConfigError(
                     f"an agent cannot be called {agent!r}: that is where replay keeps snapshots"
                 )
-            if replay_of(self.config, specs, agent) == self.number:
+            if self.config.learns(agent) and replay_of(self.config, specs, agent) == self.number:
                 self.desks[agent] = self._open_desk(agent, spec)
         buffers = {agent: desk.buffer for agent, desk in self.desks.items()}
         self.snapshots = SnapshotDesk(self.directory, self.number, buffers, self.loop.wake)

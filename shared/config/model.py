@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field, model_validator
 
 from shared.config.explain import explain, merged
-from shared.config.learner import LearnerConfig
+from shared.config.learner import WITHOUT_LEARNER, LearnerConfig
 from shared.config.sections import (
     ActorConfig,
     Endpoints,
@@ -49,6 +49,7 @@ class Config(Section):
                 self.learner_for(agent)
             except pydantic.ValidationError as error:
                 raise ValueError(explain(error, LearnerConfig, f"agents.{agent}.")) from None
+        self._check_who_learns()
         for agent, number in self.replay.placement.items():
             if not 0 <= number < self.replay.services:
                 raise ValueError(
@@ -89,8 +90,29 @@ class Config(Section):
                 "the version before the newest; keep at least 3"
             )
 
+    def _check_who_learns(self) -> None:
+        """Only of agents with a learner is there anything to place, and there must be one."""
+        for agent, overrides in self.agents.items():
+            algorithm = self.algorithm_of(agent)
+            if overrides.get("script") and algorithm != "scripted":
+                raise ValueError(
+                    f"agents.{agent}.script is set, but its algorithm is {algorithm!r}; "
+                    "set algorithm to scripted, or leave out script"
+                )
+        for agent in self.replay.placement:
+            if not self.learns(agent):
+                raise ValueError(
+                    f"replay.placement.{agent}: {agent} is {self.algorithm_of(agent)}, "
+                    "it has no buffer to place"
+                )
+        if not self.learning_agents:
+            raise ValueError(
+                "nobody learns: every agent is random or scripted; give at least one agent an algorithm "
+                'that learns, for example agents: {agent_0: {algorithm: "dqn"}}'
+            )
+
     def _check_agents(self, named: Iterable[str], key: str) -> None:
-        ids = {f"agent_{number}" for number in range(self.world.agents)}
+        ids = set(self._agent_ids)
         for agent in named:
             if agent not in ids:
                 raise ValueError(
@@ -107,7 +129,20 @@ class Config(Section):
 
     def learns(self, agent: str) -> bool:
         """Whether the agent has a learner and a buffer; a random or scripted one has neither."""
-        return self.learner_for(agent).learns
+        return self.algorithm_of(agent) not in WITHOUT_LEARNER
+
+    def algorithm_of(self, agent: str) -> str:
+        """The agent's algorithm by name; cheap, unlike `learner_for`, which validates."""
+        return str(self.agents.get(agent, {}).get("algorithm", self.learner.algorithm))
+
+    @property
+    def learning_agents(self) -> tuple[str, ...]:
+        """The agents that have a learner and a buffer, in acting order."""
+        return tuple(agent for agent in self._agent_ids if self.learns(agent))
+
+    @property
+    def _agent_ids(self) -> tuple[str, ...]:
+        return tuple(f"agent_{number}" for number in range(self.world.agents))
 
     @property
     def segment_steps(self) -> int:

@@ -25,7 +25,7 @@ class RunConfig(Section):
     minutes: Positive | None = 2.0
     """Training time; null means no limit. The clock stands still while paused."""
     agent_steps: Annotated[int, Field(ge=1)] | None = None
-    """Ends the run after this many steps, summed over agents; null means no limit."""
+    """Ends the run after this many steps, summed over the agents that learn; null means no limit."""
     manifest_minutes: Positive = 10.0
     """Lockstep and sequential: how often the whole run is copied, to go back to if a process dies."""
     eval_episodes: Annotated[int, Field(ge=0)] = 300

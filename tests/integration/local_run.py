@@ -227,13 +227,14 @@ class LocalRun:
             return peer.ask(request, endpoint)
 
     def trains(self, more_than: RunStatus | None = None) -> RunStatus | None:
-        """The status, if every agent's updates and the steps are beyond the earlier ones; else None."""
+        """The status, if all learners' updates and the steps are beyond the earlier ones; else None."""
         status = self.status()
         if status is None or not status.agents:
             return None
         steps = more_than.agent_steps if more_than else 0
-        updates = {name: more_than.agents[name].updates if more_than else 0 for name in status.agents}
-        beyond = all(own.updates > updates[name] for name, own in status.agents.items())
+        learning = self.config().learning_agents
+        updates = {name: more_than.agents[name].updates if more_than else 0 for name in learning}
+        beyond = all(status.agents[name].updates > updates[name] for name in learning)
         return status if beyond and status.agent_steps > steps else None
 
     def wait_until_known(self) -> RunStatus:
@@ -315,6 +316,8 @@ class StoredRows:
         self.streams: dict[tuple[str, str], dict[int, StoredSegment]] = {}
         steps = config.segment_steps
         for agent, spec in self.specs.items():
+            if not config.learns(agent):
+                continue
             slots = -(-config.replay.capacity_steps // steps)
             ring = Ring(directory / agent, spec, slots, steps, config.learner_for(agent).n_step)
             assert ring.state["damaged_slots"] == 0

@@ -124,6 +124,18 @@ def test_train_resume_with_what_a_run_cannot_change_exits_with_2(
     assert "leave out" in capsys.readouterr().err
 
 
+def test_train_resume_with_an_agent_that_learned_made_random_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its experience would be left behind and missing in the ledger; the run stays as it was."""
+    run = make_run(tmp_path)
+    setting = "agents.agent_1.algorithm=random"
+    assert cli.main(["train", "--resume", str(tmp_path), "--set", setting]) == 2
+    expected = "agent_1 learned with 'dqn' in this run and cannot become random"
+    assert expected in capsys.readouterr().err
+    assert run.config().learning_agents == ("agent_0", "agent_1")
+
+
 @pytest.mark.parametrize("command", [["train", "--resume"], ["eval"], ["status"], ["pause"], ["resume"]])
 def test_command_on_a_directory_that_is_no_run_exits_with_2(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

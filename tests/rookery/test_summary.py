@@ -94,6 +94,7 @@ def test_written_summary_has_the_run_in_figures(tmp_path: Path) -> None:
     summary = write_summary(run, config, make_ending(), {"agent_0": 5.5})
     assert json.loads(run.summary_path.read_text()) == summary
     assert summary["agents"]["agent_0"] == {
+        "algorithm": "dqn",
         "updates": 500,
         "updates_per_s": 50.0,
         "version": 7,

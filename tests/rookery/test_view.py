@@ -82,6 +82,21 @@ def test_progress_with_metrics_shows_them() -> None:
     assert "2 restarts" in text
 
 
+def test_progress_of_an_agent_that_learns_nothing_says_what_it_is() -> None:
+    """It has a return and steps, and no loss, version lag or buffer to show."""
+    config = load_config(None, ["agents.agent_0.algorithm=scripted"], environment={})
+    status = make_status(make_service("actor", metrics={"env_steps_per_s": 50.0}), recent_return=160.0)
+    status = status.model_copy(
+        update={"agents": {"agent_0": status.agents["agent_0"].model_copy(update={"version": 0})}}
+    )
+    text = text_of(render_progress(status, config, 0))
+    row = next(row for row in text.splitlines() if row.startswith("agent_0"))
+    assert row.split() == ["agent_0", "(scripted)", "160.0", "-", "-", "50", "0", "-", "-"]
+    view, output = plain_view(config)
+    view.show(status, 0)
+    assert "agent_0 (scripted): return 160.0, loss -, updates/s -," in output.getvalue()
+
+
 def test_progress_of_a_learner_with_some_metrics_missing_renders() -> None:
     """A learner that has not trained yet has no loss."""
     status = make_status(make_service("learner", "agent_0", metrics={"updates_per_s": 0.0}))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -318,3 +319,45 @@ def test_algorithm_that_nobody_knows_is_refused_before_anything_starts(name: str
 def test_algorithm_names_of_the_config_are_those_that_can_be_found() -> None:
     """Two lists of the same names: one that needs no torch, one that knows where they are."""
     assert set(ALGORITHMS) == set(BUILT_IN)
+
+
+def test_agents_that_learn_are_those_with_an_algorithm_that_trains() -> None:
+    """Random and scripted agents are not among them, whether named by themselves or by `learner`."""
+    config = build_config({"agents": {"agent_1": {"algorithm": "random"}}})
+    assert config.learning_agents == ("agent_0", "agent_2")
+    config = build_config(
+        {"learner": {"algorithm": "scripted", "script": "a:b"}, "agents": {"agent_1": {"algorithm": "dqn"}}}
+    )
+    assert config.learning_agents == ("agent_1",)
+    assert [config.learns(agent) for agent in ("agent_0", "agent_1")] == [False, True]
+    assert config.learner_for("agent_0").script == "a:b"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"learner": {"algorithm": "random"}},
+        {
+            "world": {"agents": 2},
+            "agents": {"agent_0": {"algorithm": "random"}, "agent_1": {"algorithm": "scripted"}},
+        },
+    ],
+)
+def test_run_in_which_nobody_learns_is_refused(values: dict[str, Any]) -> None:
+    """There would be nothing to train."""
+    with pytest.raises(ConfigError, match="nobody learns: every agent is random or scripted"):
+        build_config(values)
+
+
+def test_script_of_an_agent_that_is_not_scripted_is_refused() -> None:
+    """Whoever writes a script wants it followed."""
+    with pytest.raises(ConfigError, match=r"agents\.agent_1\.script is set, but its algorithm is 'dqn'"):
+        build_config({"agents": {"agent_1": {"script": "a:b"}}})
+
+
+def test_placement_of_an_agent_without_a_buffer_is_refused() -> None:
+    """Nothing of it is stored anywhere."""
+    with pytest.raises(ConfigError, match=r"replay\.placement\.agent_1: agent_1 is random"):
+        build_config(
+            {"agents": {"agent_1": {"algorithm": "random"}}, "replay": {"placement": {"agent_1": 0}}}
+        )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shared.config import Config, build_config
+from shared.config import Config, build_config, merged
 from shared.errors import ConfigError
 from shared.placement import replay_of
 
@@ -61,6 +61,25 @@ def test_agents_that_the_placement_leaves_out_take_turns_among_themselves() -> N
     """The first of them goes to service 0, whoever was put there by name."""
     assert homes(make_config(2, {"agent_0": 1})) == [1, 0, 1, 0, 1]
     assert homes(make_config(3, {"agent_0": 0, "agent_2": 0})) == [0, 0, 0, 1, 2]
+
+
+def test_agents_that_learn_nothing_take_no_turn_and_are_kept_nowhere() -> None:
+    """The turn of a random or scripted agent goes to the next one that learns."""
+    config = make_config(2)
+    config = build_config(
+        merged(
+            config.model_dump(mode="json"),
+            {"agents": {"agent_0": {"algorithm": "random"}, "agent_2": {"algorithm": "scripted"}}},
+        )
+    )
+    agents = [f"agent_{number}" for number in range(5)]
+    assert {agent: replay_of(config, agents, agent) for agent in config.learning_agents} == {
+        "agent_1": 0,
+        "agent_3": 1,
+        "agent_4": 0,
+    }
+    with pytest.raises(ConfigError, match="agent_2 is scripted: no replay service keeps it"):
+        replay_of(config, agents, "agent_2")
 
 
 @pytest.mark.parametrize(("services", "listed"), [(2, 1), (1, 2), (3, 2)])
