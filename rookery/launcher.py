@@ -14,6 +14,7 @@ from typing import Any
 
 import zmq
 
+from rookery.last_words import last_words
 from rookery.processes import Child, Processes
 from rookery.run_directory import RunDirectory
 from rookery.view import View
@@ -26,13 +27,13 @@ from shared.logs import get_logger
 from shared.loop import Loop
 from shared.messages import (
     ControlRequest,
+    FailureReport,
     Hello,
     Ledger,
     LedgerRequest,
     Message,
     Produced,
     ProducedRequest,
-    Release,
     Request,
     RunStatus,
     StatusRequest,
@@ -242,7 +243,8 @@ class Launcher:
             child.finished = True
             return
         if code == 2:
-            self.fatal = f"{child.instance} cannot work with this config: {self._last_words(child)}"
+            words = self._last_words(child) or "it said nothing"
+            self.fatal = f"{child.instance} cannot work with this config: {words}"
             return
         if winding_down and child.module in ("services.actor", "services.learner"):
             child.finished = True  # there is nothing left for it to do
@@ -251,30 +253,31 @@ class Launcher:
             self.died = child.instance
             self.loop.stop(f"{child.instance} died")
             return
-        wait_s = self.processes.start_again(child)
-        how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        wait_s = self.processes.start_again(child, failed=code > 0)
+        how = self._how_it_ended(child, code)
         self.view.say(
             f"{child.instance} {how}; starting it again" + (f" in {wait_s:.1f} s" if wait_s else "")
         )
-        self._release(child)
+        self._report_failure(child, how)
         self.loop.after(wait_s, self.processes.start_due)
 
-    def _release(self, child: Child) -> None:
-        """We saw it die: its lease need not be waited for. By incarnation: the next one keeps its own."""
-        seen = self.status.services if self.status else ()
-        incarnation = next((service.incarnation for service in seen if service.pid == child.pid), None)
-        if incarnation is None or not child.module.endswith(("actor", "learner")):
-            return
+    def _how_it_ended(self, child: Child, code: int) -> str:
+        if code < 0:
+            return f"killed by signal {-code}"
+        words = self._last_words(child)
+        return f"ended with code {code}" + (f" ({words})" if words else "")
+
+    def _report_failure(self, child: Child, how: str) -> None:
+        """For `rookery status`; and what it held need not be waited for, since we saw it die."""
         self.params.ask(
-            Release(instance=child.instance, incarnation=incarnation),
+            FailureReport(instance=child.instance, pid=child.pid, reason=how[:2_000]),
             on_reply=lambda _received: None,
-            on_failure=lambda error: log.warning("lease not released", reason=str(error)),
+            on_failure=lambda error: log.warning("failure not reported", reason=str(error)),
             timeout_s=10.0,
         )
 
     def _last_words(self, child: Child) -> str:
-        lines = (self.run.logs / f"{child.instance}.log").read_text(errors="replace").strip().splitlines()
-        return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+        return last_words(self.run.logs / f"{child.instance}.log")
 
     # --- the end ----------------------------------------------------------------------------------------
 

@@ -19,9 +19,11 @@ from shared.logs import get_logger
 
 log = get_logger()
 
-STABLE_S = 10.0  # a process that lived this long is started again at once
 FIRST_BACKOFF_S = 0.2
-LAST_BACKOFF_S = 5.0
+# Whoever lived this long is started again at once; others wait, twice as long each time, up to a limit.
+KILLED_STABLE_S, KILLED_LAST_BACKOFF_S = 10.0, 5.0
+# What ends by itself will likely do so again, and each start takes seconds of work from the others.
+FAILED_STABLE_S, FAILED_LAST_BACKOFF_S = 60.0, 30.0
 LAST_CHANCE_S = 0.2  # even when the grace is used up by others
 
 
@@ -65,11 +67,13 @@ class Processes:
                 ended.append((child, code))
         return ended
 
-    def start_again(self, child: Child) -> float:
-        """Plans the next start; returns how long it waits. A process that keeps dying waits longer."""
+    def start_again(self, child: Child, failed: bool) -> float:
+        """Plans the next start; returns how long it waits. `failed`: it ended by itself, nobody killed it."""
         lived_s = time.monotonic() - child.started
-        child.backoff_s = FIRST_BACKOFF_S if lived_s > STABLE_S else min(LAST_BACKOFF_S, 2 * child.backoff_s)
-        wait_s = 0.0 if lived_s > STABLE_S else child.backoff_s
+        stable_s = FAILED_STABLE_S if failed else KILLED_STABLE_S
+        last_s = FAILED_LAST_BACKOFF_S if failed else KILLED_LAST_BACKOFF_S
+        child.backoff_s = FIRST_BACKOFF_S if lived_s > stable_s else min(last_s, 2 * child.backoff_s)
+        wait_s = 0.0 if lived_s > stable_s else child.backoff_s
         child.due = time.monotonic() + wait_s
         return wait_s
 

@@ -31,7 +31,7 @@ from services.actor.segments import Cut, make_segment
 from services.learner.algorithms import algorithm_for
 from services.learner.checkpoint import pack, unpack
 from services.learner.figures import Figures
-from services.learner.training import aligned, beta_at
+from services.learner.training import SkippedInARow, aligned, beta_at, finite
 from services.param_server.checkpoints import CheckpointStore
 from services.param_server.progress import Progress
 from services.param_server.rounds import RoundGate
@@ -72,6 +72,7 @@ class SequentialLearner:
         self.rounds = in_rounds(open_buffer(self.directory, agent, specs[agent], config), config)
         self.rounds.load(self.directory)
         self.figures = Figures()
+        self.skipped = SkippedInARow(self.settings.max_skipped)
         self.version = 0
 
     def train(self) -> None:
@@ -81,6 +82,7 @@ class SequentialLearner:
             draw = rounds.next_draw
             batch = rounds.draw(draw, self.settings.batch_size, beta_at(self.settings.priority, draw))
             report = self.algorithm.update(aligned(batch))
+            self.skipped.note(report is None)
             rows = slice(0) if report is None else slice(None)
             priorities = batch["weight"][:0] if report is None else report.priorities
             rounds.take_update(draw, batch["index"][rows], batch["generation"][rows], priorities)
@@ -88,11 +90,11 @@ class SequentialLearner:
                 self.figures.add(report, age=self.version - float(batch["version"].mean()))
 
     def policy(self) -> Arrays:
-        return {name: tensor.numpy() for name, tensor in self.algorithm.policy().items()}
+        return {name: tensor.numpy() for name, tensor in finite(self.algorithm.policy()).items()}
 
     def packed(self) -> bytes:
         counters = {"next_draw": self.rounds.next_draw, "rounds": self.rounds.rounds}
-        return pack(self.algorithm.checkpoint(), counters)
+        return pack(finite(self.algorithm.checkpoint()), counters)
 
 
 class SequentialRun:

@@ -62,7 +62,17 @@ def render_progress(status: RunStatus, config: Config, restarts: int) -> Group:
         if service.waiting_for
     ]
     headings = Text(headline(status, config, restarts), style="bold")
-    return Group(headings, table, *(Text(line, style="dim") for line in waits[:4]))
+    failed = (Text(line, style="red") for line in failure_lines(status))
+    return Group(headings, table, *(Text(line, style="dim") for line in waits[:4]), *failed)
+
+
+def failure_lines(status: RunStatus) -> list[str]:
+    """Whoever had to be started again, how often, and why the last time."""
+    return [
+        f"{instance} failed {own.count} time{'s' if own.count > 1 else ''}, "
+        f"the last {own.seen_s:.0f} s ago: {_first_line(own.reason)}"
+        for instance, own in status.failures.items()
+    ]
 
 
 def headline(status: RunStatus, config: Config, restarts: int) -> str:
@@ -125,7 +135,8 @@ def render_status(status: RunStatus, config: Config) -> Group:
         services.add_column(name)
     for service in status.services:
         services.add_row(*(Text(cell) for cell in _service_cells(service)))
-    return Group(render_progress(status, config, 0), Text(""), services)
+    restarts = sum(own.count for own in status.failures.values())
+    return Group(render_progress(status, config, restarts), Text(""), services)
 
 
 def _service_cells(service: ServiceStatus) -> list[str]:
@@ -145,6 +156,10 @@ def _plain_agent(status: RunStatus, config: Config, agent: str) -> str:
     names = ("return", "loss", "updates/s", "steps/s", "version", "lag", "replay")
     cells = zip(names, agent_cells(status, agent), strict=True)
     return f"{agent_label(config, agent)}: " + ", ".join(f"{name} {cell}" for name, cell in cells)
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else "ended"
 
 
 def _number(value: float | None, form: str) -> str:

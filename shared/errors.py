@@ -45,5 +45,9 @@ class BrokenInvariant(RookeryError):
     """State on disk or in memory contradicts itself. The process must end; nothing may be written."""
 
 
+class TrainingFailed(RookeryError):
+    """What a learner holds in memory is spoilt. It must end, and start again from its checkpoint."""
+
+
 class WorldError(RookeryError):
     """A world does not do what its specs say, or cannot be built from the config."""

@@ -484,6 +484,15 @@ class Release(Request):
     incarnation: Incarnation | None = None
 
 
+class FailureReport(Request):
+    """A process ended that was to go on: told by whoever saw it and starts it again. Its leases are free."""
+
+    kind: Literal["failure_report"] = "failure_report"
+    instance: Text
+    pid: Count
+    reason: Text
+
+
 class ControlRequest(Request):
     """What a person asks of the run (target "") or, through the parameter server, of one instance."""
 
@@ -528,6 +537,14 @@ class ServiceStatus(Part):
     metrics: dict[str, float]
 
 
+class Failures(Part):
+    """How often an instance ended that was to go on, and how it last did."""
+
+    count: Count
+    reason: Text
+    seen_s: float  # seconds since the last time
+
+
 class AgentStatus(Part):
     """One agent as the parameter server sees it."""
 
@@ -551,6 +568,7 @@ class RunStatus(Reply):
     services: tuple[ServiceStatus, ...]
     agents: dict[AgentId, AgentStatus]
     counters: dict[str, int]
+    failures: dict[Text, Failures] = {}  # by instance
 
 
 class LearnerLease(Part):
@@ -579,7 +597,8 @@ AnyMessage = Annotated[
     | ReplayStatsRequest | ReplayStats | SnapshotOrder | SnapshotTaken | LedgerRequest | Ledger
     | Hello | Welcome | SpecRegistration | SpecRequest | Specs
     | RoundRequest | RoundGrant | PermitRequest | PermitReturn
-    | LeaseRequest | LeaseGrant | Heartbeat | HeartbeatReply | Release | ProducedRequest | Produced
+    | LeaseRequest | LeaseGrant | Heartbeat | HeartbeatReply | Release | FailureReport
+    | ProducedRequest | Produced
     | Publish | Published | SnapshotRequest | Weights
     | CheckpointChunk | CheckpointRequest | CheckpointPiece
     | ControlRequest | ControlReply | StatusRequest | RunStatus | RunNotice,

@@ -23,10 +23,11 @@ from services.learner.checkpoint import Uploader, download, pack, unpack
 from services.learner.figures import Figures
 from services.learner.permit import Permit
 from services.learner.rounds import LearnerRounds
-from services.learner.training import Tensors, aligned, beta_at
+from services.learner.training import SkippedInARow, Tensors, aligned, beta_at, finite
+from services.learner.watchdog import Watchdog
 from shared.codec import Received
 from shared.config import Config
-from shared.errors import ConfigError, PeerSilent, Refused, RookeryError, StaleToken
+from shared.errors import ConfigError, PeerSilent, Refused, RookeryError, StaleToken, TrainingFailed
 from shared.layout import ALIGNMENT_BYTES, Array, Arrays
 from shared.logs import get_logger
 from shared.messages import (
@@ -65,6 +66,7 @@ class LearnerService(Service):
         self.version = 0
         self.publishing = False
         self.published_updates = -1
+        self.watchdog: Watchdog | None = None
         self.figures = Figures()
         self.rounds: LearnerRounds | None = None  # in lockstep
 
@@ -77,6 +79,7 @@ class LearnerService(Service):
         assert self.token is not None
         agent = self.token.agent
         self.settings = self.config.learner_for(agent)
+        self.skipped = SkippedInARow(self.settings.max_skipped)
         torch.set_num_threads(self.settings.threads)
         self.algorithm = algorithm_for(self.config, specs, agent)
         self._check_sizes()
@@ -96,6 +99,7 @@ class LearnerService(Service):
             self.loop.every(self.settings.checkpoint_s, self._checkpoint)
         elif not resumed:
             self._publish_first()
+        self.watchdog = Watchdog(self.loop, self.settings.update_deadline_s)
         log.info(
             "learning",
             agent=agent,
@@ -193,6 +197,7 @@ class LearnerService(Service):
         if self.rounds is not None:
             arrays = aligned(arrays)
         report = self.algorithm.update(arrays)
+        self.skipped.note(report is None)
         self._send_priorities(draw, arrays, report)
         if report is not None:
             self.figures.add(report, age=self.version - float(arrays["version"].mean()))
@@ -292,7 +297,7 @@ class LearnerService(Service):
         self.version = expect(received.message, Published).version
 
     def _policy_arrays(self) -> dict[str, Array]:
-        return {name: tensor.numpy() for name, tensor in self.algorithm.policy().items()}
+        return {name: tensor.numpy() for name, tensor in finite(self.algorithm.policy()).items()}
 
     def _on_published(self, received: Received) -> None:
         self.publishing = False
@@ -320,7 +325,7 @@ class LearnerService(Service):
         counters = {"next_draw": self.next_draw - untrained}
         if self.rounds is not None:
             counters["rounds"] = self.rounds.number
-        return pack(self.algorithm.checkpoint(), counters)
+        return pack(finite(self.algorithm.checkpoint()), counters)
 
     def on_heartbeat_reply(self, reply: HeartbeatReply) -> None:
         """A lease that was given to somebody else, or given back in our name, does not come back."""
@@ -338,12 +343,23 @@ class LearnerService(Service):
         self._drop_sample_requests()
         while self.uploader.busy and time.monotonic() < deadline:
             self.params.flush(0.1)
+        try:
+            self._hand_over()
+        except TrainingFailed as error:
+            log.warning("nothing of this is kept; the last good checkpoint is", reason=str(error))
+        if not self.params.flush(max(0.5, deadline - time.monotonic())):
+            log.warning("the parameter server did not take the last checkpoint in time")
+
+    def _hand_over(self) -> None:
         if not self.uploader.busy:
             self.uploader.start(self._packed())
         if self.rounds is None and self.algorithm.updates != self.published_updates:
             self._publish()
-        if not self.params.flush(max(0.5, deadline - time.monotonic())):
-            log.warning("the parameter server did not take the last checkpoint in time")
+
+    def close(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.stop()
+        super().close()
 
     def _drop_sample_requests(self) -> None:
         self.replay.close()

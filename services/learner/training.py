@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from shared.config import PriorityConfig, TargetConfig
+from shared.errors import TrainingFailed
 from shared.layout import Arrays
 from shared.logs import get_logger
 
@@ -81,6 +85,45 @@ def clip_gradients(gradients: Sequence[Tensor], clip_norm: float) -> float:
     if norm > clip_norm and math.isfinite(norm):
         torch._foreach_mul_(list(gradients), clip_norm / norm)
     return norm
+
+
+class SkippedInARow:
+    """Counts updates that were not finite. One bad batch is nothing; if nothing else comes, all is spoilt."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._count = 0
+
+    def note(self, skipped: bool) -> None:
+        """One more update; TrainingFailed when too many were skipped in a row."""
+        self._count = self._count + 1 if skipped else 0
+        if self._count >= self._most:
+            raise TrainingFailed(
+                f"{self._count} updates in a row were not finite (learner.max_skipped); "
+                "go on from the last checkpoint"
+            )
+
+
+def finite(tensors: Tensors) -> Tensors:
+    """These tensors, which lie on the CPU, or TrainingFailed: what is spoilt must never leave a learner."""
+    spoilt = [
+        name
+        for name, tensor in tensors.items()
+        # numpy takes a sixth of torch's time for this.
+        if tensor.is_floating_point() and not np.isfinite(_as_numpy(tensor)).all()
+    ]
+    if spoilt:
+        raise TrainingFailed(
+            f"values that are not finite in {len(spoilt)} of {len(tensors)} tensors "
+            f"({', '.join(spoilt[:3])}); go on from the last checkpoint"
+        )
+    return tensors
+
+
+def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
+    """numpy has no bfloat16."""
+    array: npt.NDArray[Any] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
 
 
 def named_state(prefix: str, state: Mapping[str, Tensor]) -> Tensors:

@@ -1,4 +1,4 @@
-"""Who is there: the last heartbeat of every service of the run, in memory only.
+"""Who is there: the last heartbeat of every service of the run, and who failed, in memory only.
 
 A restarted parameter server knows nobody until they speak, which takes a second. There is one entry for each
 instance: a new incarnation takes the place of the one that died.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.messages import Heartbeat, ServiceStatus
+from shared.messages import Failures, Heartbeat, ServiceStatus
 
 FORGET_AFTER_LEASES = 6  # a silent service leaves the roster after this many lease times
+MOST_FAILED = 1_000  # instances whose failures are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,22 @@ class Seen:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """How often an instance failed, and the last time."""
+
+    count: int
+    reason: str
+    at: float
+
+
 class Roster:
     """The services that have been heard of."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._seen: dict[tuple[str, str], Seen] = {}  # by service and instance
+        self._failed: dict[str, Failed] = {}  # by instance
 
     def note(self, heartbeat: Heartbeat, peer: bytes, now: float) -> None:
         """A heartbeat came; one that says `done` is a goodbye."""
@@ -42,6 +53,21 @@ class Roster:
         for key, seen in list(self._seen.items()):
             if key[1] == instance and incarnation in (None, seen.heartbeat.incarnation):
                 del self._seen[key]
+
+    def note_failure(self, instance: str, pid: int, reason: str, now: float) -> str | None:
+        """Counts it; returns the incarnation of the process that ended, if it was ever heard of."""
+        before = self._failed.get(instance)
+        if before is None and len(self._failed) >= MOST_FAILED:
+            del self._failed[next(iter(self._failed))]
+        self._failed[instance] = Failed(before.count + 1 if before else 1, reason, now)
+        seen = self.find(instance)
+        return seen.heartbeat.incarnation if seen is not None and seen.heartbeat.pid == pid else None
+
+    def failures(self, now: float) -> dict[str, Failures]:
+        return {
+            instance: Failures(count=failed.count, reason=failed.reason, seen_s=now - failed.at)
+            for instance, failed in self._failed.items()
+        }
 
     def forget_silent(self, now: float) -> None:
         oldest = now - FORGET_AFTER_LEASES * self._lease_s

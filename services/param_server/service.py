@@ -45,6 +45,7 @@ from shared.messages import (
     ControlRequest,
     Done,
     ErrorReply,
+    FailureReport,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -143,6 +144,7 @@ class ParamServer:
             "permit_return": self.on_permit_return,
             "heartbeat": self.on_heartbeat,
             "release": self.on_release,
+            "failure_report": self.on_failure_report,
             "produced_request": self.on_produced_request,
             "publish": self.on_publish,
             "snapshot_request": self.on_snapshot_request,
@@ -415,14 +417,28 @@ class ParamServer:
         self.requests.reply(incoming.peer, reply)
 
     def on_release(self, message: Release, incoming: Incoming) -> None:
-        for lease in self.leases.release(message.instance, message.incarnation):
-            log.info("lease released", role=lease.role, name=lease.name, instance=lease.instance)
-            if lease.role == "learner":
-                self.permits.give_back(lease.name)
-        self.roster.remove(message.instance, message.incarnation)
+        self._give_back(message.instance, message.incarnation)
         self.requests.reply(incoming.peer, Done(request=message.request))
         self._answer_held(time.monotonic())
         self.announce()
+
+    def on_failure_report(self, message: FailureReport, incoming: Incoming) -> None:
+        """Its launcher saw it end: its leases need not be waited for. The next incarnation keeps its own."""
+        now = time.monotonic()
+        log.warning("a service failed", failed=message.instance, reason=message.reason)
+        incarnation = self.roster.note_failure(message.instance, message.pid, message.reason, now)
+        if incarnation is not None:
+            self._give_back(message.instance, incarnation)
+        self.requests.reply(incoming.peer, Done(request=message.request))
+        self._answer_held(now)
+        self.announce()
+
+    def _give_back(self, instance: str, incarnation: str | None) -> None:
+        for lease in self.leases.release(instance, incarnation):
+            log.info("lease released", role=lease.role, name=lease.name, instance=lease.instance)
+            if lease.role == "learner":
+                self.permits.give_back(lease.name)
+        self.roster.remove(instance, incarnation)
 
     def on_produced_request(self, message: ProducedRequest, incoming: Incoming) -> None:
         self.requests.reply(incoming.peer, Produced(request=message.request, steps=self.progress.steps_by))
@@ -560,6 +576,7 @@ class ParamServer:
             services=tuple(sorted(services, key=lambda service: (service.service, service.instance))),
             agents={agent: self._agent_status(agent) for agent in self.spec_book.specs},
             counters=dict(self.counters + self.requests.counters + self.broadcaster.counters),
+            failures=self.roster.failures(now),
         )
 
     def _own_status(self, now: float) -> ServiceStatus:

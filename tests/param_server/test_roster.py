@@ -1,6 +1,6 @@
 """Who is there, as heartbeats tell it."""
 
-from services.param_server.roster import FORGET_AFTER_LEASES, Roster
+from services.param_server.roster import FORGET_AFTER_LEASES, MOST_FAILED, Roster
 from shared.messages import Heartbeat, Token
 
 
@@ -60,3 +60,23 @@ def test_removal_of_another_incarnation_changes_nothing():
     assert roster.instances == ["learner-0"]
     roster.remove("learner-0", "b" * 32)
     assert roster.instances == []
+
+
+def test_failures_of_an_instance_are_counted_and_name_the_process_that_ended():
+    """What it held can be given back, if it is this process that was heard of last."""
+    roster = Roster(lease_s=1.0)
+    assert roster.note_failure("learner-0", 7, "ended with code 1", now=1.0) is None  # never heard of
+    roster.note(beat(incarnation="b" * 32), b"new", now=2.0)
+    assert roster.note_failure("learner-0", 6, "killed by signal 9", now=3.0) is None  # an earlier process
+    assert roster.note_failure("learner-0", 7, "ended with code 3", now=4.0) == "b" * 32
+    (failures,) = roster.failures(now=6.5).values()
+    assert (failures.count, failures.reason, failures.seen_s) == (3, "ended with code 3", 2.5)
+
+
+def test_failures_of_more_instances_than_anybody_has_are_forgotten_in_order():
+    """Whoever can speak to the parameter server must not be able to fill its memory."""
+    roster = Roster(lease_s=1.0)
+    for number in range(MOST_FAILED + 1):
+        roster.note_failure(f"learner-{number}", 1, "ended with code 1", now=0.0)
+    assert len(roster.failures(now=1.0)) == MOST_FAILED
+    assert "learner-0" not in roster.failures(now=1.0)

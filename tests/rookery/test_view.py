@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 
 from rookery.view import View, headline, render_progress, render_status
 from shared.config import Config, load_config
-from shared.messages import AgentStatus, RunState, RunStatus, ServiceStatus
+from shared.messages import AgentStatus, Failures, RunState, RunStatus, ServiceStatus
 
 
 def make_service(service: str, holds: str = "", **changes: Any) -> ServiceStatus:
@@ -95,6 +95,19 @@ def test_progress_of_an_agent_that_learns_nothing_says_what_it_is() -> None:
     view, output = plain_view(config)
     view.show(status, 0)
     assert "agent_0 (scripted): return 160.0, loss -, updates/s -," in output.getvalue()
+
+
+def test_status_with_failures_says_how_often_when_and_why() -> None:
+    """Whoever looks sees that a learner keeps dying, even between two of its lives."""
+    reason = "ended with code 1 (RuntimeError: no loss\nsecond line)"
+    failures = {
+        "learner-0": Failures(count=3, reason=reason, seen_s=4.2),
+        "actor-0": Failures(count=1, reason="killed by signal 9", seen_s=70.0),
+    }
+    text = text_of(render_status(make_status().model_copy(update={"failures": failures}), Config()))
+    assert "learner-0 failed 3 times, the last 4 s ago: ended with code 1 (RuntimeError: no loss\n" in text
+    assert "actor-0 failed 1 time, the last 70 s ago: killed by signal 9" in text
+    assert "4 restarts" in text
 
 
 def test_progress_of_a_learner_with_some_metrics_missing_renders() -> None:

@@ -36,11 +36,12 @@ def algorithm_for(config: Config, specs: Mapping[str, AgentSpec], agent: str) ->
     """One agent's algorithm on its device, with a seed of its own."""
     settings, order = config.learner_for(agent), sorted(specs).index(agent)
     seed = int(np.random.SeedSequence([config.seed, order]).generate_state(1)[0])
-    return build_algorithm(specs[agent], settings, pick_device(settings.device, order), seed)
+    learning = sorted(name for name in specs if config.learns(name))  # the others need no GPU
+    return build_algorithm(specs[agent], settings, pick_device(settings.device, learning.index(agent)), seed)
 
 
 def pick_device(name: str, order: int) -> torch.device:
-    """`auto`: the GPUs in turn, by the agent's place among the agents; the CPU where there is none."""
+    """`auto`: the GPUs in turn, by the agent's place among those that learn; the CPU where there is none."""
     if name != "auto":
         return torch.device(name)
     gpus = torch.cuda.device_count()
