@@ -365,7 +365,7 @@ class EpochSummary(Part):
     number: Annotated[int, Field(ge=1, lt=2**44)]
     epochs: Tally
     env_steps: Tally
-    agent_steps: Tally
+    agent_steps: Tally  # of agents that learn: what goes to replay
     return_sums: dict[AgentId, float]
 
 
