@@ -16,7 +16,7 @@ from shared.messages import LeaseRequest
 
 pytestmark = pytest.mark.integration
 
-FIRST = "dqn"  # agent_0's algorithm
+FIRST = "iqn"  # agent_0's algorithm
 AGENTS: dict[str, dict[str, Any]] = {
     "agent_0": {"algorithm": FIRST, "lr": 3e-4, "network": {"hidden": [24, 24]}, "batch_size": 48},
     "agent_2": {"algorithm": "scripted"},

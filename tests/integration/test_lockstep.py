@@ -22,6 +22,8 @@ ROUNDS: dict[str, Any] = {
     "param_server__keep_versions": 1_000,
 }
 
+UNLEARNED = {"agent_1": {"algorithm": "scripted"}, "agent_2": {"algorithm": "random"}}
+
 
 def train(run: LocalRun, *flags: str) -> dict[str, Any]:
     """Trains to the end; returns the summary."""
@@ -68,8 +70,9 @@ def assert_same_run(one: LocalRun, other: LocalRun) -> None:
         (1, {"learner__algorithm": "iqn", "learner__network": {"hidden": [32], "noisy": True}}),
         (2, {"learner__algorithm": "iqn", "replay__services": 2}),
         (4, {"learner__algorithm": "iqn", "learner__micro_batches": 2}),
+        (2, {"world__agents": 4, "agents": UNLEARNED}),
     ],
-    ids=["dqn-1", "dqn-2", "dqn-4", "iqn-1", "iqn-2", "iqn-4"],
+    ids=["dqn-1", "dqn-2", "dqn-4", "iqn-1", "iqn-2", "iqn-4", "unlearned-2"],
 )
 def test_lockstep_run_has_the_weights_of_the_sequential_run(
     make_run: MakeRun, actors: int, settings: dict[str, Any]
@@ -82,7 +85,12 @@ def test_lockstep_run_has_the_weights_of_the_sequential_run(
     assert_same_run(sequential, lockstep)
     for name in ("epochs", "agent_steps", "env_steps"):
         assert one[name] == other[name]
-    assert all(agent["updates"] > 50 for agent in other["agents"].values())
+    learned = [agent["updates"] for agent in other["agents"].values() if agent["version"]]
+    assert len(learned) == 2
+    assert all(updates > 50 for updates in learned)
+    assert (
+        STEPS <= one["agent_steps"] < STEPS + actors * 4 * 50 * len(learned)
+    )  # whole rounds of those that learn
 
 
 def test_other_seed_has_other_weights(make_run: MakeRun) -> None:
