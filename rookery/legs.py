@@ -7,12 +7,15 @@ same place is given up with the reason.
 
 from __future__ import annotations
 
+from typing import Any
+
 from rookery.launcher import Ending, Launcher
 from rookery.manifest import go_back, keep, write_manifest
 from rookery.run_directory import RunDirectory
 from rookery.view import View
 from shared.config import Config
 from shared.errors import RookeryError
+from shared.schedule import Schedule
 
 MOST_DEATHS = 3  # in a row, without a leg that was finished in between
 
@@ -38,11 +41,16 @@ class Legs:
             if ending.ended_at_once:
                 return ending
             deaths = 0
-            write_manifest(self.run, self.config)
-            if not ending.leg_over:
+            manifest = write_manifest(self.run, self.config)
+            if not ending.leg_over or self._has_all_rounds(manifest):
                 return Ending(ending.status, ending.ledger, ending.interrupted, wall_s, restarts)
             keep(self.run)
             resume = True
+
+    def _has_all_rounds(self, manifest: dict[str, Any]) -> bool:
+        """A leg may end with the run's last round."""
+        rounds = Schedule.of(self.config).rounds
+        return rounds is not None and all(part["rounds"] >= rounds for part in manifest["agents"].values())
 
     def _after_death(self, instance: str, deaths: int) -> None:
         log = self.run.logs / f"{instance}.log"
