@@ -54,8 +54,8 @@ class Adam:
         )
         if stop is not None:
             torch._foreach_sub_(self._steps, [stop] * len(self._steps))
-        # The fused kernel does not tell autograd that it wrote. Told, a backward through the old weights raises
-        # instead of being silently wrong.
+        # The fused kernel does not tell autograd that it wrote. Told, a backward through the old weights
+        # raises instead of being silently wrong.
         torch.autograd.graph.increment_version(self._parameters)
 
     def state(self) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,7 +55,8 @@ def _in_bfloat16(loss: LossFunction, device: torch.device) -> LossFunction:
         # the pass that needs one, and it is shared by all workers.
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             found = loss(batch)
-        return type(found)(
+        return replace(
+            found,
             value=found.value.float(),
             priorities=found.priorities.float(),
             values=found.values.float(),

@@ -35,6 +35,7 @@ log = get_logger()
 class Trained:
     """A batch that was trained on. `report` is None when its update was not finite and did not count."""
 
+    draw: int
     arrays: Arrays
     report: UpdateReport | None
 
@@ -48,7 +49,7 @@ class Trainer(ABC):
         """How many batches it takes now."""
 
     @abstractmethod
-    def train(self, arrays: Arrays) -> None:
+    def train(self, draw: int, arrays: Arrays) -> None:
         """Takes a batch; there must be room."""
 
     @abstractmethod
@@ -98,7 +99,7 @@ class OwnThread(Trainer):
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
-        self._launched: deque[tuple[Arrays, Outcome]] = deque()
+        self._launched: deque[tuple[int, Arrays, Outcome]] = deque()
         self._taken = False
         self._started: float | None = None
 
@@ -106,18 +107,18 @@ class OwnThread(Trainer):
     def room(self) -> int:
         return 0 if self._taken else 1
 
-    def train(self, arrays: Arrays) -> None:
+    def train(self, draw: int, arrays: Arrays) -> None:
         self._started = time.monotonic()
         gradients = self._algorithm.gradients(arrays)
-        self._launched.append((arrays, self._algorithm.apply(gradients)))
+        self._launched.append((draw, arrays, self._algorithm.apply(gradients)))
         self._taken, self._started = True, None
 
     def finished(self, idle: bool) -> list[Trained]:
         self._taken = False
         trained = []
-        while self._launched and (idle or len(self._launched) > 1 or self._launched[0][1].arrived):
-            arrays, outcome = self._launched.popleft()
-            trained.append(Trained(arrays, self._algorithm.settle(outcome)))
+        while self._launched and (idle or len(self._launched) > 1 or self._launched[0][2].arrived):
+            draw, arrays, outcome = self._launched.popleft()
+            trained.append(Trained(draw, arrays, self._algorithm.settle(outcome)))
         return trained
 
     @property
@@ -131,7 +132,7 @@ class GradientWorkers(Trainer):
     def __init__(self, algorithm: Algorithm, config: LearnerConfig, wake: Callable[[], None]) -> None:
         self._algorithm, self._config, self._wake = algorithm, config, wake
         self._lock = ReadWriteLock()
-        self._queue: queue.SimpleQueue[Arrays | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Arrays] | None] = queue.SimpleQueue()
         self._done: deque[tuple[Trained, Waits]] = deque()  # appended to by workers, emptied by the loop
         self._failures: deque[BaseException] = deque()
         self._started: list[float | None] = [None] * config.workers  # each worker writes its own place
@@ -154,9 +155,9 @@ class GradientWorkers(Trainer):
         """One batch that each is on, and one that each finds when it is done."""
         return 2 * self._config.workers - (self._taken - self._handed_back)
 
-    def train(self, arrays: Arrays) -> None:
+    def train(self, draw: int, arrays: Arrays) -> None:
         self._taken += 1
-        self._queue.put(arrays)
+        self._queue.put((draw, arrays))
 
     def finished(self, idle: bool) -> list[Trained]:
         if self._failures:
@@ -210,9 +211,9 @@ class GradientWorkers(Trainer):
     def _run(self, number: int) -> None:
         torch.set_num_threads(self._config.threads)  # each thread has its own setting
         try:
-            while (arrays := self._queue.get()) is not None and not self._stopping.is_set():
+            while (batch := self._queue.get()) is not None and not self._stopping.is_set():
                 self._started[number] = time.monotonic()
-                self._done.append(self._update(number, arrays))
+                self._done.append(self._update(number, *batch))
                 self._started[number] = None
                 self._wake()
         except BaseException as error:  # noqa: BLE001 - raised again in the loop's thread
@@ -220,7 +221,7 @@ class GradientWorkers(Trainer):
             self._started[number] = None
             self._wake()
 
-    def _update(self, number: int, arrays: Arrays) -> tuple[Trained, Waits]:
+    def _update(self, number: int, draw: int, arrays: Arrays) -> tuple[Trained, Waits]:
         began = time.perf_counter()
         with self._lock.reading() as read_wait_s:
             gradients = self._algorithm.gradients(arrays)
@@ -228,4 +229,4 @@ class GradientWorkers(Trainer):
             report = self._algorithm.settle(self._algorithm.apply(gradients))
             self._applied += 1
         work_s = time.perf_counter() - began - read_wait_s - write_wait_s
-        return Trained(arrays, report), Waits(number, read_wait_s, write_wait_s, work_s)
+        return Trained(draw, arrays, report), Waits(number, read_wait_s, write_wait_s, work_s)

@@ -101,7 +101,7 @@ def test_outcomes_that_have_not_arrived_are_read_after_the_next_launch() -> None
     trainer = OwnThread(Launching(plain.spec, plain.config, CPU, seed=0))
     counts = []
     for seed, idle in ((0, False), (1, False), (2, False), (3, True)):
-        trainer.train(make_batch(seed))
+        trainer.train(seed, make_batch(seed))
         counts.append([int(each.report is not None) for each in trainer.finished(idle)])
     assert counts == [[], [1], [1], [1, 1]]
     assert trainer.finished(idle=True) == []

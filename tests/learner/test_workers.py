@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ def make_config(**changes: Any) -> LearnerConfig:
     return LearnerConfig.model_validate({"network": {"hidden": [32, 32]}, "batch_size": 64} | changes)
 
 
+@functools.cache  # one batch at one address: products of the same numbers may differ with it
 def make_batch(seed: int, size: int = 64) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     returns = rng.normal(size=size).astype(np.float32)
@@ -99,7 +101,7 @@ def train_all(trainer: Trainer, batches: list[Arrays]) -> list[Trained]:
     while len(trained) < len(batches):
         assert time.monotonic() < deadline
         while waiting and trainer.room:
-            trainer.train(waiting.pop(0))
+            trainer.train(len(batches) - len(waiting), waiting.pop(0))
         finished = trainer.finished(idle=not waiting)
         trained += finished
         if not finished:
@@ -146,9 +148,9 @@ def test_step_of_another_worker_waits_until_the_backward_is_done() -> None:
     algorithm = Pausing(SPEC, make_config(workers=2), CPU, seed=0)
     algorithm.pause = True
     workers = make_workers(algorithm)
-    workers.train(make_batch(0))
+    workers.train(0, make_batch(0))
     assert algorithm.forward_done.wait(PATIENCE_S)
-    workers.train(make_batch(1))
+    workers.train(1, make_batch(1))
     wait_for(lambda: workers._lock._waiting_writers)  # the other has its gradient and wants to step
     assert algorithm.updates == 0
     algorithm.go_on.set()
@@ -219,7 +221,7 @@ def test_one_worker_trains_in_the_callers_thread_as_before() -> None:
     threads = threading.active_count()
     for seed in range(5):
         assert trainer.room == 1
-        trainer.train(make_batch(seed))
+        trainer.train(seed, make_batch(seed))
         assert trainer.room == 0
         (trained,) = trainer.finished(idle=False)
         report = twin.update(make_batch(seed))
@@ -239,7 +241,7 @@ def test_workers_have_room_for_one_batch_each_and_one_to_follow() -> None:
     algorithm.pause = True
     assert workers.room == 4
     for seed in range(4):
-        workers.train(make_batch(seed))
+        workers.train(seed, make_batch(seed))
     assert workers.room == 0
     algorithm.go_on.set()
     wait_for(lambda: algorithm.updates == 4)
@@ -255,7 +257,7 @@ def test_loop_is_woken_for_each_update() -> None:
     algorithm = DQN(SPEC, make_config(workers=2), CPU, seed=0)
     workers = make_workers(algorithm, lambda: wakes.append(1))
     for seed in range(3):
-        workers.train(make_batch(seed))
+        workers.train(seed, make_batch(seed))
     wait_for(lambda: len(wakes) == 3)
     assert len(workers.finished(idle=True)) == 3
     assert workers.stop(PATIENCE_S)
@@ -266,12 +268,12 @@ def test_stopped_workers_leave_what_they_did_not_begin_untrained() -> None:
     algorithm = Pausing(SPEC, make_config(workers=2), CPU, seed=0)
     algorithm.pause = True
     workers = make_workers(algorithm)
-    workers.train(make_batch(0))
+    workers.train(0, make_batch(0))
     assert algorithm.forward_done.wait(PATIENCE_S)
-    workers.train(make_batch(1))
+    workers.train(1, make_batch(1))
     wait_for(lambda: workers._lock._waiting_writers)
     for seed in (2, 3):
-        workers.train(make_batch(seed))
+        workers.train(seed, make_batch(seed))
     stopper = threading.Timer(0.05, algorithm.go_on.set)
     stopper.start()
     assert workers.stop(PATIENCE_S)
@@ -303,7 +305,7 @@ def test_weights_read_under_the_read_lock_are_those_of_one_update() -> None:
     taken = trained = copies = 0
     while trained < len(batches):
         while taken < len(batches) and workers.room:
-            workers.train(batches[taken])
+            workers.train(taken, batches[taken])
             taken += 1
         with workers.reading():
             policy, updates, untrained = algorithm.policy(), algorithm.updates, workers.untrained
@@ -327,7 +329,7 @@ def test_exception_in_a_worker_is_raised_in_the_loops_thread() -> None:
 
     woken = threading.Event()
     workers = make_workers(Failing(SPEC, make_config(workers=2), CPU, seed=0), woken.set)
-    workers.train(make_batch(0))
+    workers.train(0, make_batch(0))
     assert woken.wait(PATIENCE_S)
     with pytest.raises(ZeroDivisionError, match="of one's own"):
         workers.finished(idle=True)
@@ -343,12 +345,12 @@ def test_worker_stuck_past_its_deadline_ends_the_learner() -> None:
     algorithm.pause = True
     workers = make_workers(algorithm)
     before = time.monotonic()
-    workers.train(make_batch(0))
+    workers.train(0, make_batch(0))
     assert algorithm.forward_done.wait(PATIENCE_S)
     assert workers.finished(idle=True) == []
     assert workers.oldest_start is not None
     assert before <= workers.oldest_start <= time.monotonic()
-    workers.train(make_batch(1))
+    workers.train(1, make_batch(1))
     wait_for(lambda: workers._lock._waiting_writers)
     with pytest.raises(Stuck, match="no read lock"), workers.reading():
         pass
