@@ -51,8 +51,7 @@ def _need_compiler() -> None:
 
 def _in_bfloat16(loss: LossFunction, device: torch.device) -> LossFunction:
     def run(batch: Tensors) -> Loss:
-        # Without the cache of cast weights: it would hand the casts that double DQN makes without a graph to
-        # the pass that needs one, and it is shared by all workers.
+        # Without the cache of cast weights, which all threads share: each worker's graph has its own casts.
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             found = loss(batch)
         return replace(
