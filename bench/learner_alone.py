@@ -10,11 +10,11 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
-from services.learner.workers import open_trainer
 from torch import nn
 from torch.nn import functional
 
 from services.learner.algorithms import build_algorithm
+from services.learner.workers import open_trainer
 from shared.config import LearnerConfig
 from shared.layout import Array
 from shared.specs import AgentSpec, Discrete, vector_observation
@@ -137,7 +137,7 @@ class WorkersAlone:
         started, updates = time.perf_counter(), 0
         while (elapsed_s := time.perf_counter() - started) < seconds:
             while self.trainer.room:
-                self.trainer.train(self.batches[0])
+                self.trainer.train(0, self.batches[0])
                 self.batches.rotate()
                 if self.workers == 1:
                     break

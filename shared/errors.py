@@ -2,7 +2,8 @@
 
 `BadMessage` is for bytes from outside: count, log, drop (or answer). `Refused` is an answer that a peer
 gave on purpose: do what its reason says. `PeerSilent` means try again later. `BrokenInvariant` means
-that continuing would damage state: end the process and let the supervisor start it again.
+that continuing would damage state, `Stuck` that there is no continuing: end the process and let the
+supervisor start it again.
 """
 
 
@@ -47,6 +48,10 @@ class BrokenInvariant(RookeryError):
 
 class TrainingFailed(RookeryError):
     """What a learner holds in memory is spoilt. It must end, and start again from its checkpoint."""
+
+
+class Stuck(RookeryError):
+    """Something did not end before its deadline. The process must end, and starts again from what it kept."""
 
 
 class WorldError(RookeryError):

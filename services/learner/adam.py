@@ -30,8 +30,11 @@ class Adam:
         self._squares = [torch.zeros_like(parameter) for parameter in self._parameters]
         self._steps = [torch.zeros((), device=parameter.device) for parameter in self._parameters]
 
-    def step(self, gradients: Sequence[Tensor]) -> None:
-        """Moves the parameters in place, one gradient for each in their order."""
+    def step(self, gradients: Sequence[Tensor], stop: Tensor | None = None) -> None:
+        """Moves the parameters in place, one gradient for each in their order.
+
+        `stop`: a scalar on the device; where it is 1.0 nothing is changed, and nobody had to look at it.
+        """
         torch._foreach_add_(self._steps, 1.0)
         torch._fused_adam_(
             self._parameters,
@@ -47,7 +50,13 @@ class Adam:
             eps=self.epsilon,
             amsgrad=False,
             maximize=False,
+            found_inf=stop,
         )
+        if stop is not None:
+            torch._foreach_sub_(self._steps, [stop] * len(self._steps))
+        # The fused kernel does not tell autograd that it wrote. Told, a backward through the old weights
+        # raises instead of being silently wrong.
+        torch.autograd.graph.increment_version(self._parameters)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, by name."""

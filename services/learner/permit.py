@@ -35,10 +35,10 @@ class Permit:
             )
         return False
 
-    def give_back_in_turn(self) -> None:
-        """Gives it back if it was held for a slice of time."""
-        if self._since is not None and time.monotonic() - self._since >= SLICE_S:
-            self.give_back()
+    @property
+    def due(self) -> bool:
+        """Whether it was held for a slice of time, so that others come to it now."""
+        return self._since is not None and time.monotonic() - self._since >= SLICE_S
 
     def give_back(self) -> None:
         if self._since is not None:

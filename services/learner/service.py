@@ -25,9 +25,10 @@ from services.learner.permit import Permit
 from services.learner.rounds import LearnerRounds
 from services.learner.training import SkippedInARow, Tensors, aligned, beta_at, finite
 from services.learner.watchdog import Watchdog
+from services.learner.workers import Trained, open_trainer
 from shared.codec import Received
 from shared.config import Config
-from shared.errors import ConfigError, PeerSilent, Refused, RookeryError, StaleToken, TrainingFailed
+from shared.errors import ConfigError, PeerSilent, Refused, RookeryError, StaleToken, Stuck, TrainingFailed
 from shared.layout import ALIGNMENT_BYTES, Array, Arrays
 from shared.logs import get_logger
 from shared.messages import (
@@ -50,6 +51,7 @@ SAMPLE_TIMEOUT_S = 10.0
 SAMPLE_RETRY_S = 1.5  # a restarted replay has forgotten held requests; one that holds it ignores the repeat
 REFUSED_PAUSE_S = 1.0
 LAST_WORDS_S = 3.0
+CLOSE_S = 1.0  # what workers get to end when the learner ends by an error
 
 
 class LearnerService(Service):
@@ -82,6 +84,7 @@ class LearnerService(Service):
         self.skipped = SkippedInARow(self.settings.max_skipped)
         torch.set_num_threads(self.settings.threads)
         self.algorithm = algorithm_for(self.config, specs, agent)
+        self.trainer = open_trainer(self.algorithm, self.settings, self.loop.wake)
         self._check_sizes()
         self.uploader = Uploader(self.params, self.token, self.config.limits.max_message_bytes)
         self.replay = self.open_requests(
@@ -164,22 +167,38 @@ class LearnerService(Service):
         if self.uploader.refused is not None:
             raise self.uploader.refused
         if not self.active:
+            self._take_trained()
             self.waiting_for = f"the run is {self.state}" if self.state != "running" else "held by a person"
             return False
         if self.rounds is not None:
             self.rounds.ask()
         self._request_batches()
-        if not self._batch_is_here():
-            self.waiting_for = self._awaited()
-            return False
-        if not self.permit.obtain():
-            self.waiting_for = "a permit to train: others have their turn"
-            return False
+        self._hand_out_batches()
+        self._take_trained()
+        return not self.waiting_for and self.trainer.room > 0 and self._batch_is_here()
+
+    def _hand_out_batches(self) -> None:
+        """Gives the trainer what it has room for, and says what it waits for."""
         self.waiting_for = ""
-        self._train(*self.batches.popleft())
-        if self.rounds is None:
-            self.permit.give_back_in_turn()
-        return self._batch_is_here()
+        while self.trainer.room and not self._turn_is_over():
+            if not self._batch_is_here():
+                self.waiting_for = "" if self.trainer.untrained else self._awaited()
+                return
+            if not self.permit.obtain():
+                self.waiting_for = "a permit to train: others have their turn"
+                return
+            draw, arrays = self.batches.popleft()
+            self.trainer.train(draw, arrays if self.rounds is None else aligned(arrays))
+
+    def _turn_is_over(self) -> bool:
+        """A permit is given back once nobody trains any more, so nothing is begun when it is due."""
+        return self.rounds is None and self.permit.due
+
+    def _take_trained(self) -> None:
+        for trained in self.trainer.finished(idle=not self._batch_is_here()):
+            self._after_update(trained)
+        if self._turn_is_over() and not self.trainer.untrained:
+            self.permit.give_back()
 
     def _batch_is_here(self) -> bool:
         """In lockstep only the next draw will do; an answer that was lost once may come after later ones."""
@@ -193,12 +212,10 @@ class LearnerService(Service):
             return f"round {self.rounds.number} to be played"
         return "batches from replay"
 
-    def _train(self, draw: int, arrays: Arrays) -> None:
-        if self.rounds is not None:
-            arrays = aligned(arrays)
-        report = self.algorithm.update(arrays)
+    def _after_update(self, trained: Trained) -> None:
+        arrays, report = trained.arrays, trained.report
         self.skipped.note(report is None)
-        self._send_priorities(draw, arrays, report)
+        self._send_priorities(trained.draw, arrays, report)
         if report is not None:
             self.figures.add(report, age=self.version - float(arrays["version"].mean()))
         if self.rounds is not None:
@@ -278,12 +295,12 @@ class LearnerService(Service):
             return
         assert self.token is not None
         self.publishing = True
-        self.published_updates = self.algorithm.updates
+        arrays = self._policy_arrays()
         publish_id = uuid.uuid4().hex if self.rounds is None else f"phase-{self.rounds.number}"
-        message = Publish(token=self.token, publish_id=publish_id, updates=self.algorithm.updates)
+        message = Publish(token=self.token, publish_id=publish_id, updates=self.published_updates)
         self.params.ask(
             message,
-            self._policy_arrays(),
+            arrays,
             on_reply=self._on_published,
             on_failure=self._on_not_published,
             timeout_s=10.0,
@@ -297,7 +314,10 @@ class LearnerService(Service):
         self.version = expect(received.message, Published).version
 
     def _policy_arrays(self) -> dict[str, Array]:
-        return {name: tensor.numpy() for name, tensor in finite(self.algorithm.policy()).items()}
+        """The weights of this moment; `published_updates` says which they are."""
+        with self.trainer.reading():
+            self.published_updates, policy = self.algorithm.updates, self.algorithm.policy()
+        return {name: tensor.numpy() for name, tensor in finite(policy).items()}
 
     def _on_published(self, received: Received) -> None:
         self.publishing = False
@@ -321,11 +341,13 @@ class LearnerService(Service):
 
     def _packed(self) -> bytes:
         # Draws in flight were not trained on: a resumed learner asks for them again.
-        untrained = self.in_flight + len(self.batches)
+        with self.trainer.reading():
+            untrained = self.in_flight + len(self.batches) + self.trainer.untrained
+            tensors = self.algorithm.checkpoint()
         counters = {"next_draw": self.next_draw - untrained}
         if self.rounds is not None:
             counters["rounds"] = self.rounds.number
-        return pack(finite(self.algorithm.checkpoint()), counters)
+        return pack(finite(tensors), counters)
 
     def on_heartbeat_reply(self, reply: HeartbeatReply) -> None:
         """A lease that was given to somebody else, or given back in our name, does not come back."""
@@ -339,6 +361,7 @@ class LearnerService(Service):
         if self.rounds is not None and not self.rounds.at_boundary:
             log.warning("ended in the middle of a phase: without a checkpoint the run cannot be resumed")
             return
+        self._end_updates()
         deadline = time.monotonic() + LAST_WORDS_S
         self._drop_sample_requests()
         while self.uploader.busy and time.monotonic() < deadline:
@@ -359,7 +382,15 @@ class LearnerService(Service):
     def close(self) -> None:
         if self.watchdog is not None:
             self.watchdog.stop()
+        if self.ready:
+            self.trainer.stop(CLOSE_S)
         super().close()
+
+    def _end_updates(self) -> None:
+        deadline_s = self.settings.update_deadline_s
+        if not self.trainer.stop(deadline_s):
+            raise Stuck(f"a gradient worker's last update did not end in {deadline_s:g} s")
+        self._take_trained()
 
     def _drop_sample_requests(self) -> None:
         self.replay.close()
@@ -377,4 +408,4 @@ class LearnerService(Service):
             "checkpoints": float(self.uploader.completed),
             "repeats": float(self.replay.counters["repeats"] + self.params.counters["repeats"]),
         }
-        return own | self.figures.take()
+        return own | self.trainer.metrics() | self.figures.take()

@@ -1,8 +1,7 @@
-"""What every algorithm shares: batches as tensors, the target network, clipping."""
+"""What every algorithm shares: rows and schedules, the target network, clipping, state under names."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,11 +18,6 @@ from shared.logs import get_logger
 log = get_logger()
 
 Tensors = dict[str, Tensor]
-
-
-def to_tensors(arrays: Arrays, device: torch.device) -> Tensors:
-    """A batch as tensors on the device; on the CPU they are views on the received frames."""
-    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
 
 
 def aligned(arrays: Arrays) -> Arrays:
@@ -76,14 +70,15 @@ class TargetNetwork:
         return True
 
 
-def clip_gradients(gradients: Sequence[Tensor], clip_norm: float) -> float:
+def clip_gradients(gradients: Sequence[Tensor], clip_norm: float) -> Tensor:
     """Scales the gradients down to `clip_norm` in place; returns their norm before that.
 
     torch's own clip_grad_norm_ does the same in five times the time: it groups tensors by device first.
     """
-    norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients)))))
-    if norm > clip_norm and math.isfinite(norm):
-        torch._foreach_mul_(list(gradients), clip_norm / norm)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
+    # On a GPU nobody looks at the norm, which would be a wait: everything is multiplied, mostly by 1.
+    if norm.is_cuda or norm > clip_norm:
+        torch._foreach_mul_(list(gradients), (clip_norm / norm).clamp(max=1.0))
     return norm
 
 

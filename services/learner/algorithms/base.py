@@ -2,7 +2,7 @@
 
 An algorithm of one's own is one subclass: it names its `network` and computes a `loss`. An update has two
 phases, so that several workers can share one set of weights: `gradients` only reads them, and any number of
-workers may be in it; `apply` (clip, step, target) changes them and is one worker's alone.
+workers may be in it; `apply` (clip, step, target) and `settle` change them and are one worker's alone.
 
     class Mine(Algorithm):
         network = QNetwork
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -23,14 +24,10 @@ import torch
 from torch import Tensor
 
 from services.learner.adam import Adam
-from services.learner.training import (
-    TargetNetwork,
-    Tensors,
-    clip_gradients,
-    named_state,
-    to_tensors,
-    under_prefix,
-)
+from services.learner.fast_loss import prepared_loss
+from services.learner.outcome import Outcome
+from services.learner.staging import open_staging
+from services.learner.training import TargetNetwork, Tensors, clip_gradients, named_state, under_prefix
 from shared.config import LearnerConfig
 from shared.layout import Arrays
 from shared.logs import get_logger
@@ -40,6 +37,7 @@ from shared.specs import AgentSpec
 log = get_logger()
 
 FIGURES_EVERY = 25  # updates: each figure costs as much as a small layer
+FIGURES = ("td", "q_mean", "q_max", "online_size", "target_size")  # the sizes: mean |Q| of both networks
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +52,12 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """One worker's own gradients of one batch, and what is to be said about it."""
+    """One worker's own gradients of one batch, and what is to be said about it: all still on the device."""
 
     gradients: tuple[Tensor, ...]  # one for each of the algorithm's parameters
-    priorities: npt.NDArray[np.float32]  # [batch] |td|
-    loss: float
-    figures: dict[str, float]
-    target_size: float  # mean |Q| of both networks; both 0 when there are no figures
-    online_size: float
+    loss: Tensor  # a scalar
+    priorities: Tensor  # [batch] |td|
+    figures: tuple[Tensor, ...]  # scalars, by the names in FIGURES; empty most of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,7 @@ class Algorithm(ABC):
     def __init__(self, spec: AgentSpec, config: LearnerConfig, device: torch.device, seed: int) -> None:
         self.spec, self.config, self.device = spec, config, device
         self.updates = 0
-        self.skipped = 0  # updates whose loss was not finite
+        self.skipped = 0  # updates whose loss or gradient was not finite
         # Random numbers of this algorithm alone: several may live in one process (sequential mode).
         self.generator = torch.Generator(device).manual_seed(seed)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -94,6 +90,8 @@ class Algorithm(ABC):
         self.target = TargetNetwork(self.online, target, config.target)
         self.parameters = list(self.online.parameters())
         self.optimizer = Adam(dict(self.online.named_parameters()), lr=config.lr, epsilon=config.adam_epsilon)
+        self._staging = open_staging(device, buffers=config.workers + 1)
+        self._loss = prepared_loss(self.loss, config, device)
 
     @abstractmethod
     def loss(self, batch: Tensors) -> Loss:
@@ -106,84 +104,86 @@ class Algorithm(ABC):
 
     def update(self, arrays: Arrays) -> UpdateReport | None:
         """One gradient step on a batch. None: it was not finite, nothing was changed."""
-        gradients = self.gradients(arrays)
-        return None if gradients is None else self.apply(gradients)
+        return self.settle(self.apply(self.gradients(arrays)))
 
-    def gradients(self, arrays: Arrays) -> Gradients | None:
-        """The read phase: forward and backward, in micro-batches. None: the loss was not finite."""
+    def gradients(self, arrays: Arrays) -> Gradients:
+        """The read phase: forward and backward, in micro-batches."""
         batch = self.to_batch(arrays)
-        size, parts = len(batch["return"]), self.config.micro_batches
-        if parts == 1:
-            loss = self.loss(batch)
-            return self._finish(loss, loss.value.item(), torch.autograd.grad(loss.value, self.parameters))
-        return self._accumulate(batch, size, parts)
+        size, parts = len(batch["return"]), min(self.config.micro_batches, len(batch["return"]))
+        if parts > 1:
+            return self._accumulate(batch, size, parts)
+        loss = self._loss(batch)
+        return self._gradients(loss, loss.value.detach(), torch.autograd.grad(loss.value, self.parameters))
 
-    def _accumulate(self, batch: Tensors, size: int, parts: int) -> Gradients | None:
+    def _accumulate(self, batch: Tensors, size: int, parts: int) -> Gradients:
         """Backward after each micro-batch: the gradient of the whole with the memory of a part (L5)."""
-        total: list[Tensor] | None = None
+        total: list[Tensor] = []
         losses: list[Loss] = []
-        loss_value = 0.0
-        for rows in torch.arange(size).tensor_split(parts):
-            if not len(rows):
-                continue
-            first, last = int(rows[0]), int(rows[-1]) + 1
-            loss = self.loss({name: tensor[first:last] for name, tensor in batch.items()})
+        shares: list[Tensor] = []
+        edges = [size * part // parts for part in range(parts + 1)]
+        for first, last in pairwise(edges):
+            loss = self._loss({name: tensor[first:last] for name, tensor in batch.items()})
             share = loss.value * ((last - first) / size)
             gradients = torch.autograd.grad(share, self.parameters)
-            loss_value += share.item()
+            shares.append(share.detach())
             losses.append(loss)
-            if total is None:
-                total = list(gradients)
+            if total:
+                torch._foreach_add_(total, gradients)
             else:
-                torch._foreach_add_(total, list(gradients))
-        assert total is not None
+                total = list(gradients)
+        loss_value = torch.stack(shares).sum()
         whole = Loss(
-            value=losses[0].value,
+            value=loss_value,
             priorities=torch.cat([loss.priorities for loss in losses]),
             values=torch.cat([loss.values for loss in losses]),
             target_values=torch.cat([loss.target_values for loss in losses]),
         )
-        return self._finish(whole, loss_value, tuple(total))
+        return self._gradients(whole, loss_value, tuple(total))
 
-    def _finish(self, loss: Loss, loss_value: float, gradients: tuple[Tensor, ...]) -> Gradients | None:
-        if not math.isfinite(loss_value):
-            self._skip("loss", loss_value)
-            return None
-        figures, target_size, online_size = {}, 0.0, 0.0
+    def _gradients(self, loss: Loss, value: Tensor, gradients: tuple[Tensor, ...]) -> Gradients:
+        figures: tuple[Tensor, ...] = ()
         if (self.updates + 1) % FIGURES_EVERY == 0:
-            target_size = float(loss.target_values.abs().mean())
-            online_size = float(loss.values.abs().mean())
-            figures = {
-                "td": float(loss.priorities.mean()),
-                "q_mean": float(loss.values.mean()),
-                "q_max": float(loss.values.max()),
-            }
-        priorities = loss.priorities.cpu().numpy()
-        return Gradients(gradients, priorities, loss_value, figures, target_size, online_size)
+            values, sizes = loss.values, (loss.values.abs().mean(), loss.target_values.abs().mean())
+            figures = (loss.priorities.mean(), values.mean(), values.max(), *sizes)
+        return Gradients(gradients, value, loss.priorities, figures)
 
-    def apply(self, gradients: Gradients) -> UpdateReport | None:
-        """The write phase: clip, step, target. None: the gradient was not finite, nothing was changed."""
-        grad_norm = clip_gradients(gradients.gradients, self.config.clip_norm)
-        if not math.isfinite(grad_norm):
-            self._skip("gradient norm", grad_norm)
-            return None
-        self.optimizer.step(gradients.gradients)
+    def apply(self, gradients: Gradients) -> Outcome:
+        """The write phase: clip, step, target. A step that is not finite is stopped.
+
+        On a GPU the host never looks: the kernel stops the step, `settle` hears of it later, and only the
+        target has gone on towards weights that stayed what they were.
+        """
+        norm = clip_gradients(gradients.gradients, self.config.clip_norm)
+        outcome = Outcome(gradients.priorities, (gradients.loss, norm, *gradients.figures))
         self.updates += 1
+        stop: Tensor | None = None
+        if norm.is_cuda:
+            stop = 1.0 - torch.isfinite(gradients.loss + norm).float()
+        elif not math.isfinite(gradients.loss + norm):
+            return outcome
+        self.optimizer.step(gradients.gradients, stop)
         self.target.follow(self.updates)
-        if gradients.figures:
-            self.target.watch(gradients.online_size, gradients.target_size)
-        return UpdateReport(gradients.priorities, gradients.loss, grad_norm, gradients.figures)
+        return outcome
+
+    def settle(self, outcome: Outcome) -> UpdateReport | None:
+        """Reads what an update left and takes account of it. None: it was not finite and did not count."""
+        priorities, (loss, norm, *numbers) = outcome.read()
+        if not math.isfinite(loss + norm):
+            self.updates -= 1
+            self.skipped += 1
+            log.warning("not finite; update skipped", loss=loss, grad_norm=norm, skipped=self.skipped)
+            return None
+        figures = dict(zip(FIGURES, numbers, strict=False))
+        if figures:
+            self.target.watch(figures.pop("online_size"), figures.pop("target_size"))
+        return UpdateReport(priorities, loss, norm, figures)
 
     def to_batch(self, arrays: Arrays) -> Tensors:
         """A batch as tensors on the device, its observations as the network's inputs."""
-        batch = to_tensors(arrays, self.device)
+        batch = self._staging.to_device(arrays)
         for name in ("observation", "next_observation"):
             batch[name] = flat_input(batch[name], self.spec)  # [batch, inputs]
         return batch
-
-    def _skip(self, what: str, value: float) -> None:
-        self.skipped += 1
-        log.warning("not finite; update skipped", what=what, value=value, skipped=self.skipped)
 
     # --- what leaves the learner ------------------------------------------------------------------------
 
