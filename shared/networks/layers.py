@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.config import NetworkConfig
+from shared.networks import products
 
 
 class Linear(nn.Linear):
@@ -86,7 +87,7 @@ def draw_noise_from(network: nn.Module, generator: torch.Generator) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x [..., in] with weight [out, in], or x [agents, ..., in] with weight [agents, out, in]."""
     if weight.dim() == 2:
-        return nn.functional.linear(x, weight, bias)
+        return products.linear(x, weight, bias)
     # [agents, rows, in] x [agents, in, out] + [agents, 1, out]
     rows = torch.baddbmm(bias.unsqueeze(1), x.flatten(1, -2), weight.transpose(1, 2))
     return rows.view(*x.shape[:-1], -1)
