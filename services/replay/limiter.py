@@ -37,16 +37,18 @@ class Limiter:
     @property
     def waiting_samples(self) -> float:
         """What of `ahead` may not be drawn yet: the steps of an interval that is not full."""
-        beyond = max(0, self.inserted_steps - self.min_steps)
-        return (beyond % self.interval_steps) * self.samples_per_insert
+        return (self._paying_steps % self.interval_steps) * self.samples_per_insert
 
     @property
     def due_samples(self) -> float:
         """All samples that are paid for since the beginning, for a schedule that nobody may run ahead of."""
         if not self.filled:
             return 0.0
-        beyond = max(0, self.inserted_steps - self.min_steps)
-        return (beyond - beyond % self.interval_steps) * self.samples_per_insert
+        return (self._paying_steps - self._paying_steps % self.interval_steps) * self.samples_per_insert
+
+    @property
+    def _paying_steps(self) -> int:
+        return max(0, self.inserted_steps - self.min_steps)
 
     @property
     def filled(self) -> bool:
@@ -76,6 +78,9 @@ class Limiter:
         if self.inserts_ahead():
             return f"actors are {round(self.ahead):,} samples ahead of the learner"
         if not self.can_sample(batch_size):
+            if self.interval_steps > 1:
+                missing = self.interval_steps - self._paying_steps % self.interval_steps
+                return f"{missing:,} more steps wanted: batches come every {self.interval_steps:,} steps"
             return f"the learner is {round(batch_size - self.ahead):,} samples ahead of the actors"
         return ""
 

@@ -9,6 +9,7 @@ the config alone, not on who is faster. Knows nothing of sockets.
 from __future__ import annotations
 
 import json
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,7 +22,8 @@ from shared.layout import Array, Arrays, Packed
 from shared.messages import Segment
 
 Verdict = Literal["held", "duplicate", "gap"]
-REMEMBERED_ROUNDS = 16  # actors are never more than two rounds ahead of the slowest learner
+REMEMBERED_ROUNDS = 16
+ROUNDS_AHEAD = 1  # a round is played once the one before the last is trained on: no honest actor is further
 AT_REST = "rounds.npz"  # beside the ring's files, while the run is stopped
 
 
@@ -29,6 +31,7 @@ AT_REST = "rounds.npz"  # beside the ring's files, while the run is stopped
 class Part:
     """What one actor sent of one round so far."""
 
+    incarnation: str
     segments: list[tuple[Segment, Arrays]] = field(default_factory=list)
     closed: bool = False
 
@@ -57,6 +60,7 @@ class RoundBuffer:
         self._held: dict[str, int] = {}  # by incarnation, in segments
         self._updates: dict[int, Update] = {}  # arrived, not yet applied
         self._served: dict[int, Packed] = {}  # the last K batches, for who asks again
+        self._at_rest: Path | None = None  # the file that is true until the next round enters
 
     # --- segments -----------------------------------------------------------------------------------------
 
@@ -69,14 +73,20 @@ class RoundBuffer:
         expected = self.buffer.mark(segment.incarnation) + self.held(segment.incarnation) + 1
         if segment.sequence != expected:
             return "duplicate" if segment.sequence < expected else "gap"
-        if segment.round < self.rounds:
-            raise BadMessage(f"a segment of round {segment.round}; {self.rounds} rounds are stored already")
-        part = self._parts.setdefault((segment.round, segment.actor_index), Part())
+        if not self.rounds <= segment.round <= self.rounds + ROUNDS_AHEAD:
+            raise BadMessage(f"a segment of round {segment.round}; {self.rounds} rounds are stored")
+        place = (segment.round, segment.actor_index)
+        part = self._parts.get(place, Part(segment.incarnation))
         if part.closed:
             raise BadMessage(f"round {segment.round} of actor {segment.actor_index} was closed already")
-        packed = self.buffer.check(segment, arrays)
-        part.segments.append((segment, packed))
+        if part.incarnation != segment.incarnation:
+            raise BadMessage(
+                f"round {segment.round} of actor {segment.actor_index} was begun by another process; a round "
+                "in two pieces would not be the one that was agreed"
+            )
+        part.segments.append((segment, self.buffer.check(segment, arrays)))
         part.closed = segment.closes_round
+        self._parts[place] = part
         self._held[segment.incarnation] = self.held(segment.incarnation) + 1
         return "held"
 
@@ -89,6 +99,9 @@ class RoundBuffer:
         parts = [self._parts.get((self.rounds, actor)) for actor in range(self._actors)]
         if self.answered < self.due_draws or not all(part is not None and part.closed for part in parts):
             return set()
+        if self._at_rest is not None:
+            self._at_rest.unlink(missing_ok=True)
+            self._at_rest = None
         moved: set[str] = set()
         for actor in range(self._actors):
             for segment, arrays in self._parts.pop((self.rounds, actor)).segments:
@@ -154,6 +167,14 @@ class RoundBuffer:
         """Every round that is stored was trained on."""
         return self.answered == self.due_draws
 
+    def reason(self) -> str:
+        """What is waited for, for people."""
+        if not self.at_boundary:
+            return f"round {self.rounds - 1} is trained on: {self.answered:,} of {self.due_draws:,} draws"
+        parts = (self._parts.get((self.rounds, actor)) for actor in range(self._actors))
+        missing = [str(actor) for actor, part in enumerate(parts) if part is None or not part.closed]
+        return f"round {self.rounds} is not here yet from actor {', '.join(missing)}" if missing else ""
+
     # --- at rest ------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
@@ -171,9 +192,10 @@ class RoundBuffer:
             arrays["counters"] = np.frombuffer(json.dumps(counters).encode(), np.uint8)
             np.savez(file, allow_pickle=False, **arrays)
         temporary.replace(directory / AT_REST)
+        self._at_rest = directory / AT_REST
 
     def load(self, directory: Path) -> None:
-        """The inverse. The file goes: from now on it would not be true any more."""
+        """The inverse. The file stays until the next round enters: so long it is true."""
         path = directory / AT_REST
         if not path.exists():
             if self.buffer.inserted_steps:
@@ -182,25 +204,30 @@ class RoundBuffer:
                     "run that is repeated bit for bit cannot go on from there; begin it anew"
                 )
             return
-        self.rounds, self.due_draws = read_rounds(directory)
-        with np.load(path, allow_pickle=False) as file:
-            draws = sorted({int(name.split("/")[0]) for name in file.files if "/" in name})
-            self._updates = {
-                draw: Update(file[f"{draw}/index"], file[f"{draw}/generation"], file[f"{draw}/priority"])
-                for draw in draws
-            }
+        (self.rounds, self.due_draws), self._updates = _read_at_rest(path)
         self.next_draw = self.answered = self.due_draws
-        path.unlink()
+        self._at_rest = path
 
 
 def read_rounds(directory: Path) -> tuple[int, int]:
     """The rounds stored and the draws made of a buffer at rest; ConfigError if it is not."""
+    return _read_at_rest(directory / AT_REST)[0]
+
+
+def _read_at_rest(path: Path) -> tuple[tuple[int, int], dict[int, Update]]:
     try:
-        with np.load(directory / AT_REST, allow_pickle=False) as file:
-            counters = json.loads(file["counters"].tobytes())
-            return int(counters["rounds"]), int(counters["due_draws"])
-    except (OSError, ValueError, KeyError) as error:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            counters = json.loads(arrays["counters"].tobytes())
+            draws = sorted({int(name.split("/")[0]) for name in arrays.files if "/" in name})
+            updates = {
+                draw: Update(
+                    arrays[f"{draw}/index"], arrays[f"{draw}/generation"], arrays[f"{draw}/priority"]
+                )
+                for draw in draws
+            }
+            return (int(counters["rounds"]), int(counters["due_draws"])), updates
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(
-            f"{directory.name} was not stopped between two rounds ({error}): a run that is repeated bit for "
-            "bit cannot go on from there; begin it anew"
+            f"{path.parent.name} was not stopped between two rounds ({error}): a run that is repeated bit "
+            "for bit cannot go on from there; begin it anew"
         ) from None

@@ -121,6 +121,10 @@ class AgentDesk:
         if len(self.served) > REMEMBERED_DRAWS:
             del self.served[next(iter(self.served))]
 
+    def reason(self, batch_size: int = 1) -> str:
+        """Who waits for what, in words; empty when nobody has to wait."""
+        return self.buffer.limiter.reason(batch_size) if self.rounds is None else self.rounds.reason()
+
     @property
     def batch_size(self) -> int:
         """Of the request that waits longest."""
@@ -264,15 +268,14 @@ class ReplayService(Service):
         for agent, desk in self.desks.items():
             for held in [held for held in desk.held.values() if held.until <= now]:
                 del desk.held[held.key]
-                reason = desk.buffer.limiter.reason(held.message.batch_size) or f"the run is {self.state}"
+                reason = desk.reason(held.message.batch_size) or f"the run is {self.state}"
                 self.requests.refuse(
                     held.peer, held.message, Refused("deadline", f"no batch in time: {reason}")
                 )
             for waiting in [waiting for waiting in desk.phases if waiting.until <= now]:
                 desk.phases.remove(waiting)
-                self.requests.refuse(
-                    waiting.peer, waiting.message, Refused("deadline", "the round is not complete yet")
-                )
+                reason = f"round {waiting.message.round} is not stored: {desk.reason()}"
+                self.requests.refuse(waiting.peer, waiting.message, Refused("deadline", reason))
             if desk.withheld and not self._holds_back(agent, desk, now):
                 self._release_withheld(agent, desk)
             self._note_blocked(desk, now)
@@ -491,7 +494,7 @@ class ReplayService(Service):
         self._note_blocked(desk, now)
         limiter = LimiterStats(
             blocked=desk.blocked,
-            reason=desk.buffer.limiter.reason(desk.batch_size) if desk.blocked else "",
+            reason=desk.reason(desk.batch_size) if desk.blocked else "",
             since_s=now - desk.blocked_since if desk.blocked else 0.0,
             samples_per_insert=desk.buffer.limiter.samples_per_insert,
             min_steps=desk.buffer.limiter.min_steps,
@@ -536,6 +539,12 @@ class ReplayService(Service):
 
     def set_values(self, values: dict[str, float]) -> None:
         """The limiter's `samples_per_insert` and `min_steps`, of all agents here."""
+        if self.config.parallel.mode == "lockstep":
+            raise Refused(
+                "not_in_lockstep",
+                "in lockstep how often a step is drawn is part of what is repeated bit for bit and cannot "
+                "change in the middle; train in mode async to change it",
+            )
         check_limiter_values(values, self.config.replay.capacity_steps)
         ratio = values.get("samples_per_insert")
         for agent, desk in self.desks.items():

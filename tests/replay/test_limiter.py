@@ -23,6 +23,7 @@ def at(limiter: Limiter, inserted: int, sampled: int) -> Limiter:
     offset=st.floats(-1e9, 1e9),
     full=st.booleans(),
     batch=st.integers(1, 65_536),
+    interval=st.integers(1, 100_000),
 )
 def test_limiter_any_counts_one_side_can_go_on(
     *,
@@ -35,9 +36,10 @@ def test_limiter_any_counts_one_side_can_go_on(
     offset: float,
     full: bool,
     batch: int,
+    interval: int,
 ) -> None:
     """Whatever the counts and settings, samples and inserts are never both held."""
-    limiter = at(Limiter(min_steps, ratio, tolerance), inserted, sampled)
+    limiter = at(Limiter(min_steps, ratio, tolerance, interval), inserted, sampled)
     limiter.drawable_steps, limiter.full, limiter.offset = drawable, full, offset
     assert limiter.can_sample(batch) or not limiter.inserts_ahead()
     assert limiter.can_sample(batch) or limiter.reason(batch)
@@ -124,3 +126,60 @@ def test_adjust_before_filled_keeps_no_debt() -> None:
     at(limiter, 100, 0)
     assert limiter.ahead == 0.0
     assert limiter.tolerance_samples == 10.0
+
+
+@given(
+    ratio=st.floats(0.1, 20),
+    interval=st.integers(2, 500),
+    segment=st.integers(1, 64),
+    batch=st.integers(1, 256),
+    moves=st.lists(st.booleans(), min_size=100, max_size=300),
+)
+def test_interval_obeyed_never_draws_from_an_interval_that_is_not_full(
+    ratio: float, interval: int, segment: int, batch: int, moves: list[bool]
+) -> None:
+    """With the tolerance that replay gives it, whole intervals are paid for before they are drawn from."""
+    limiter = at(Limiter(100, ratio, 8 * batch + (segment + interval) * ratio, interval), 100, 0)
+    for insert in moves:
+        if insert and not limiter.inserts_ahead():
+            at(limiter, limiter.inserted_steps + segment, limiter.sampled_steps)
+        elif limiter.can_sample(batch) and not limiter.inserts_ahead():
+            at(limiter, limiter.inserted_steps, limiter.sampled_steps + batch)
+            full_intervals = (limiter.inserted_steps - 100) // interval
+            assert limiter.sampled_steps <= full_intervals * interval * ratio + 1e-6
+
+
+def test_interval_played_step_by_step_draws_in_bursts() -> None:
+    """Between two multiples of the interval the samples stand still, at each one they catch up."""
+    limiter, bursts = at(Limiter(100, 2.0, 500.0, 50), 100, 0), {}
+    for inserted in range(100, 351):
+        at(limiter, inserted, limiter.sampled_steps)
+        before = limiter.sampled_steps
+        while limiter.can_sample(20):
+            at(limiter, inserted, limiter.sampled_steps + 20)
+        if limiter.sampled_steps > before:
+            bursts[inserted] = limiter.sampled_steps
+    assert bursts == {150: 100, 200: 200, 250: 300, 300: 400, 350: 500}
+
+
+def test_interval_of_one_step_pays_at_once() -> None:
+    """Without train_interval every step pays for its own samples, and the learner may run ahead a little."""
+    limiter = at(Limiter(100, 2.0, 60.0), 110, 0)
+    assert limiter.waiting_samples == 0.0
+    assert limiter.can_sample(80)
+    assert not limiter.can_sample(81)
+
+
+def test_reason_within_an_interval_says_how_many_steps_are_missing() -> None:
+    """Not that the learner is ahead, which it is not."""
+    limiter = at(Limiter(100, 2.0, 500.0, 50), 130, 0)
+    assert limiter.ahead == 60.0
+    assert limiter.reason(20) == "20 more steps wanted: batches come every 50 steps"
+
+
+@pytest.mark.parametrize(
+    ("inserted", "due"), [(0, 0.0), (99, 0.0), (100, 0.0), (149, 0.0), (150, 125.0), (249, 250.0)]
+)
+def test_due_samples_count_whole_intervals_since_the_buffer_was_filled(inserted: int, due: float) -> None:
+    """What a schedule may draw in all, whatever was drawn so far."""
+    assert at(Limiter(100, 2.5, 10.0, 50), inserted, 77).due_samples == due
