@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shared.codec import Received
-from shared.errors import RookeryError, StaleToken
+from shared.errors import Refused, RookeryError, StaleToken
 from shared.links.requests import RequestSender
 from shared.logs import get_logger
 from shared.messages import PhaseGrant, PhaseRequest, Token, expect
@@ -17,6 +17,11 @@ from shared.messages import PhaseGrant, PhaseRequest, Token, expect
 log = get_logger()
 
 PHASE_TIMEOUT_S = 30.0  # a round may take long to be played; asking again costs nothing
+
+
+def lost_its_place(error: RookeryError) -> bool:
+    """Whether replay is elsewhere in the schedule: asking again would be refused again, for ever."""
+    return isinstance(error, Refused) and error.code == "out_of_order"
 
 
 class LearnerRounds:
@@ -58,7 +63,7 @@ class LearnerRounds:
 
     def _on_no_grant(self, error: RookeryError) -> None:
         self._asking = False
-        if isinstance(error, StaleToken):
+        if isinstance(error, StaleToken) or lost_its_place(error):
             raise error
         log.info("waiting", waiting_for=f"round {self.number} to be stored", reason=str(error))
 

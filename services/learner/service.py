@@ -22,7 +22,7 @@ from services.learner.algorithms.base import UpdateReport
 from services.learner.checkpoint import Uploader, download, pack, unpack
 from services.learner.figures import Figures
 from services.learner.permit import Permit
-from services.learner.rounds import LearnerRounds
+from services.learner.rounds import LearnerRounds, lost_its_place
 from services.learner.training import SkippedInARow, Tensors, aligned, beta_at, finite
 from services.learner.watchdog import Watchdog
 from services.learner.workers import Trained, open_trainer
@@ -30,9 +30,11 @@ from shared.codec import Received
 from shared.config import Config
 from shared.errors import ConfigError, PeerSilent, Refused, RookeryError, StaleToken, Stuck, TrainingFailed
 from shared.layout import ALIGNMENT_BYTES, Array, Arrays
+from shared.links.requests import refusal
 from shared.logs import get_logger
 from shared.messages import (
     Batch,
+    ErrorReply,
     HeartbeatReply,
     PriorityUpdate,
     Publish,
@@ -95,6 +97,7 @@ class LearnerService(Service):
         self.permit = Permit(self.params, self.token, limited=parallel.training_at_once is not None)
         if parallel.mode == "lockstep":
             self.rounds = LearnerRounds(self.replay, self.token, self._publish)
+            self.replay.volunteered["error_reply"] = self._on_update_refused
         resumed = self._resume()
         if self.rounds is None:
             self._publish()
@@ -197,8 +200,14 @@ class LearnerService(Service):
     def _take_trained(self) -> None:
         for trained in self.trainer.finished(idle=not self._batch_is_here()):
             self._after_update(trained)
-        if self._turn_is_over() and not self.trainer.untrained:
+        if self._lets_others_train() and not self.trainer.untrained:
             self.permit.give_back()
+
+    def _lets_others_train(self) -> bool:
+        if self.rounds is not None and self.active:
+            return False  # after its phase
+        # Batches may wait for actors, and those for a learner that has no permit.
+        return not self.active or self._turn_is_over() or not self._batch_is_here()
 
     def _batch_is_here(self) -> bool:
         """In lockstep only the next draw will do; an answer that was lost once may come after later ones."""
@@ -236,6 +245,12 @@ class LearnerService(Service):
         if not sent and self.rounds is not None:
             raise PeerSilent("replay takes no priorities: a run in lockstep cannot go on without them")
 
+    def _on_update_refused(self, received: Received) -> None:
+        """In lockstep: without these priorities no other batch comes, and nobody sends them again."""
+        message = expect(received.message, ErrorReply)
+        if not message.request:  # else it is the second answer to a question
+            raise refusal(message)
+
     def _request_batches(self) -> None:
         assert self.token is not None
         while self.in_flight + len(self.batches) < self.settings.prefetch and self._may_draw(self.next_draw):
@@ -267,7 +282,7 @@ class LearnerService(Service):
         self.batches.append((batch.draw, received.arrays))
 
     def _on_no_batch(self, draw: int, error: RookeryError) -> None:
-        if isinstance(error, StaleToken):
+        if isinstance(error, StaleToken) or lost_its_place(error):
             raise error
         if isinstance(error, Refused) and error.code != "deadline":
             log.warning("no batch; asking again in a moment", reason=str(error))
@@ -332,8 +347,8 @@ class LearnerService(Service):
         if isinstance(error, StaleToken):
             raise error
         log.warning("weights not published yet", reason=str(error))
-        if self.rounds is not None:
-            self._publish()  # there is no timer: a phase ends with its publishing
+        if self.rounds is not None:  # there is no timer: a phase ends with its publishing
+            self.loop.after(REFUSED_PAUSE_S, self._publish)
 
     def _checkpoint(self) -> None:
         if not self.uploader.busy and self.active:
@@ -358,6 +373,8 @@ class LearnerService(Service):
 
     def wind_down(self) -> None:
         """A last publish and a last checkpoint, if the parameter server answers in time."""
+        if self.rounds is not None:  # the notice that all is trained may overtake the answer that says so
+            self.loop.turn_until(lambda: not self.publishing, LAST_WORDS_S)
         if self.rounds is not None and not self.rounds.at_boundary:
             log.warning("ended in the middle of a phase: without a checkpoint the run cannot be resumed")
             return
