@@ -36,13 +36,11 @@ class RoundGate:
         """Whether the run ends before this round."""
         return self._last is not None and number > self._last
 
-    def stop(self) -> None:
-        """No round after those that were begun."""
-        self._last = self._begun if self._last is None else min(self._last, self._begun)
-
-    @property
-    def stopping(self) -> bool:
-        return self._last is not None and self._begun >= self._last
+    def stop(self) -> bool:
+        """No round after those that were begun; whether that is news."""
+        last = self._begun if self._last is None else min(self._last, self._begun)
+        changed, self._last = last != self._last, last
+        return changed
 
     def is_over(self, versions: Mapping[str, int]) -> bool:
         """Whether every round was trained on."""

@@ -203,8 +203,7 @@ class ParamServer:
         if self.run_book.state == "running":
             reason = self.run_book.limit_reached(now, self.progress.totals.agent_steps)
             if reason:
-                log.info("limit reached", reason=reason)
-                self._end_run(now)
+                self._end_run(now, reason)
             if self.gate is not None and self.gate.is_over(self._learning_versions()):
                 self._drain(now)
         elif self.run_book.state == "draining":
@@ -212,12 +211,15 @@ class ParamServer:
         self._answer_held(now)
         self.roster.forget_silent(now)
 
-    def _end_run(self, now: float) -> None:
+    def _end_run(self, now: float, reason: str) -> None:
         """Begins to drain; in lockstep after the rounds that were begun."""
         if self.gate is None:
+            log.info("ending the run", reason=reason)
             self._drain(now)
-        else:
-            self.gate.stop()
+        elif self.gate.stop():
+            log.info("ending the run after the rounds that were begun", reason=reason)
+            if self.run_book.state == "paused":  # they must be played for that
+                self.run_book.resume(now, self.progress.totals.agent_steps)
 
     def _drain(self, now: float) -> None:
         if self.run_book.drain(now):
@@ -521,7 +523,7 @@ class ParamServer:
         elif message.action == "resume":
             self._resume(now)
         elif message.action == "drain":
-            self._end_run(now)
+            self._end_run(now, "asked to")
         elif message.action == "stop":
             self.loop.stop("asked to")
         elif message.action == "set":
