@@ -14,9 +14,9 @@ from services.actor.rounds import RoundPlayer
 from services.actor.segments import Cut
 from services.actor.service import ActorService
 from shared.codec import Received
-from shared.errors import ConfigError, RookeryError, WorldError
+from shared.errors import BrokenInvariant, ConfigError, RookeryError, WorldError
 from shared.logs import get_logger
-from shared.messages import RoundGrant, RoundRequest, RunNotice, SnapshotRequest, Weights, expect
+from shared.messages import LeaseGrant, RoundGrant, RoundRequest, RunNotice, SnapshotRequest, Weights, expect
 from shared.schedule import Schedule
 from shared.specs import AgentSpec
 
@@ -24,6 +24,7 @@ log = get_logger()
 
 ROUND_TIMEOUT_S = 30.0  # training may take long; asking again costs nothing
 ASK_AGAIN_S = 1.0
+LAST_SUMMARY_S = 1.0
 
 
 class RoundActorService(ActorService):
@@ -137,6 +138,19 @@ class RoundActorService(ActorService):
     def open_segments(self) -> list[tuple[str, Cut]]:
         """None: what was begun of a round is played again by whoever resumes the run."""
         return []
+
+    def wind_down(self) -> None:
+        super().wind_down()
+        # Rounds are counted exactly: what is on its way is confirmed first, the last words carry the rest.
+        self.loop.turn_until(lambda: self.summary is None, LAST_SUMMARY_S)
+
+    def _on_new_lease(self, received: Received) -> None:
+        index = expect(received.message, LeaseGrant).index
+        if index != self.index:
+            raise BrokenInvariant(
+                f"the lease as actor {self.index} lapsed and the new one is as actor {index}: its rounds would "
+                "be another actor's"
+            )
 
     def subscribe(self) -> None:
         """Weights are fetched by version."""
