@@ -6,27 +6,30 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 
 from rookery.client import RunClient
 from rookery.launcher import Ending, Launcher
 from rookery.legs import Legs
-from rookery.manifest import check_manifest, go_back, has_kept, is_at_rest
+from rookery.manifest import check_manifest, go_back, has_kept, is_at_rest, settle
 from rookery.replay_commands import add_replay_command
 from rookery.run_directory import RunDirectory, create_run, open_run, ports_are_free, with_free_ports
+from rookery.status_command import add_status_command
 from rookery.summary import draw_curves, write_summary
-from rookery.view import View, agent_label, render_status
+from rookery.view import View, agent_label
 from shared.config import Config, build_config, load_config, merged
 from shared.errors import ConfigError, PeerSilent, RookeryError
 from shared.logs import set_up_logging
+from shared.ownership import owned
 
 if TYPE_CHECKING:
     from rookery.sequential import SequentialRun
 
+INTERRUPTED = 130  # the exit code that shells give to what Ctrl-C ended
 EVAL_SEED_OFFSET = 1_000_003  # greedy epochs are played on other seeds than training
 
 
@@ -40,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RookeryError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("ended at once", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _see_modules_here() -> None:
@@ -93,10 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.set_defaults(command=eval_command)
 
-    status = commands.add_parser("status", help="what runs, how fast, how stale, who waits for whom")
-    status.add_argument("run", type=Path, metavar="RUN")
-    status.add_argument("--json", action="store_true", help="print JSON")
-    status.set_defaults(command=status_command)
+    add_status_command(commands)
 
     for action, text in (("pause", "hold a run: nothing is played or trained"), ("resume", "let it go on")):
         command = commands.add_parser(action, help=text)
@@ -112,10 +115,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 def train_command(options: argparse.Namespace) -> int:
     """`rookery train`."""
+    with ExitStack() as owned_files:
+        return _train(options, owned_files)
+
+
+def _train(options: argparse.Namespace, owned_files: ExitStack) -> int:
     if options.resume:
-        run, config = _resumed(options)
+        run, config = _resumed(options, owned_files)
     else:
         run, config = create_run(load_config(options.config, _settings(options)), options.run_dir)
+        _own_rounds(run, config, owned_files)
     before = run.config() if options.resume else None
     run.write_config(config)
     sequential = config.parallel.mode == "sequential"
@@ -161,7 +170,7 @@ def _settings(options: argparse.Namespace) -> list[str]:
     return [*settings, *options.set]
 
 
-def _resumed(options: argparse.Namespace) -> tuple[RunDirectory, Config]:
+def _resumed(options: argparse.Namespace, owned_files: ExitStack) -> tuple[RunDirectory, Config]:
     for flag, value in (
         ("a config file", options.config),
         ("--run-dir", options.run_dir),
@@ -182,9 +191,16 @@ def _resumed(options: argparse.Namespace) -> tuple[RunDirectory, Config]:
         _refuse_if_running(run, config)
     if not free or len(config.endpoints.replay) != config.replay.services:  # now there may be more, or fewer
         config = with_free_ports(config, run.path)
+    _own_rounds(run, config, owned_files)
     if config.parallel.mode != "async":
         _prepare_rounds(run, config)
     return run, config
+
+
+def _own_rounds(run: RunDirectory, config: Config, owned_files: ExitStack) -> None:
+    """Nobody else may train this run, nor put its files back, until this command ends."""
+    if config.parallel.mode != "async":
+        owned_files.enter_context(owned(run.lock_path))
 
 
 def _check_mode(before: Config, now: Config) -> None:
@@ -198,7 +214,7 @@ def _check_mode(before: Config, now: Config) -> None:
 
 def _prepare_rounds(run: RunDirectory, config: Config) -> None:
     """The files as they were between two rounds, proven; what was in the middle of one goes back."""
-    if not is_at_rest(run):
+    if not is_at_rest(run) and not settle(run, run.config()):
         if not has_kept(run):
             raise ConfigError(
                 f"{run.path} was ended in the middle of a round, before its first manifest: a run that is "
@@ -237,8 +253,16 @@ def _finish(run: RunDirectory, config: Config, view: View, ending: Ending) -> in
     if drawn:
         view.say(f"curves  {picture}")
     if ending.interrupted:
-        view.say(f"continue with: rookery train --resume {run.path}")
+        view.say(_how_to_go_on(run, ending))
     return 0
+
+
+def _how_to_go_on(run: RunDirectory, ending: Ending) -> str:
+    if not ending.ended_at_once:
+        return f"continue with: rookery train --resume {run.path}"
+    if has_kept(run):
+        return f"rookery train --resume {run.path} goes back to its last manifest and continues from there"
+    return "ended in the middle of a round, before its first manifest: it may have to be begun anew"
 
 
 def _final_returns(run: RunDirectory, config: Config, view: View) -> dict[str, float | None]:
@@ -269,7 +293,7 @@ def _print_summary(view: View, run: RunDirectory, config: Config, summary: dict[
     view.say(f"summary {run.summary_path}")
 
 
-# --- eval, status, pause, resume ------------------------------------------------------------------------
+# --- eval, pause, resume --------------------------------------------------------------------------------
 
 
 def evaluate_run(run: RunDirectory, episodes: int, version: int | None, seed: int | None) -> dict[str, Any]:
@@ -317,56 +341,6 @@ def eval_command(options: argparse.Namespace) -> int:
         who = f"version {figures['version']}" if config.learns(agent) else figures["algorithm"]
         print(f"{agent}  {mean:8.2f} +- {error:.2f}  {who}")
     print(f"mean     {result['mean_return']:8.2f}  over {options.episodes} greedy epochs")
-    return 0
-
-
-def status_command(options: argparse.Namespace) -> int:
-    """`rookery status`."""
-    run = open_run(options.run)
-    config = run.config()
-    try:
-        with RunClient(config) as client:
-            status, replays = client.status(), client.replay_stats()
-    except PeerSilent:
-        return _status_of_the_dead(run, options.json)
-    if options.json:
-        answer = status.model_dump(mode="json")
-        answer["replay"] = [stats.model_dump(mode="json") if stats else None for stats in replays]
-        print(json.dumps(answer, indent=2))
-        return 0
-    console = Console()
-    console.print(render_status(status, config))
-    for number, stats in enumerate(replays):
-        if stats is None:
-            console.print(f"replay-{number} does not answer", highlight=False, markup=False)
-            continue
-        for agent, buffer in stats.buffers.items():
-            limiter = buffer.limiter
-            blocked = (
-                f"; {limiter.blocked} blocked for {limiter.since_s:.1f} s: {limiter.reason}"
-                if limiter.blocked
-                else ""
-            )
-            console.print(
-                f"replay-{number} {agent}: {buffer.drawable_steps:,} of {buffer.capacity_steps:,} steps, "
-                f"{buffer.held_requests} requests held{blocked}",
-                highlight=False,
-                markup=False,
-            )
-    return 0
-
-
-def _status_of_the_dead(run: RunDirectory, as_json: bool) -> int:
-    summary = json.loads(run.summary_path.read_text()) if run.summary_path.exists() else None
-    if as_json:
-        print(
-            json.dumps({"state": "not running", "elapsed_s": run.elapsed_s(), "summary": summary}, indent=2)
-        )
-        return 0
-    print(f"{run.path} is not running; {run.elapsed_s():.0f} s trained so far")
-    if summary:
-        print(f"its summary: {run.summary_path}")
-    print(f"continue with: rookery train --resume {run.path}")
     return 0
 
 

@@ -39,6 +39,12 @@ class RunClient:
         self.params = self._open(config.endpoints.params)
 
     def __enter__(self) -> RunClient:
+        if self.config.parallel.mode == "sequential":
+            self.close()
+            raise PeerSilent(
+                "the run is sequential: one process without sockets, which nobody can ask; Ctrl-C in its "
+                "terminal ends it after the present round"
+            )
         try:
             hello = Hello(service="client", instance="command line", incarnation=uuid.uuid4().hex)
             welcome = self.params.call(hello, timeout_s=self.timeout_s).message

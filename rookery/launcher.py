@@ -49,6 +49,7 @@ END_GRACE_S = 10.0  # replay puts its files on the disk
 HANGING_S = 5.0  # a process that is still there so long after the run has finished is ended
 START_TIMEOUT_S = 60.0
 ANSWER_S = 5.0
+LOOK_AGAIN_S = 2.0  # by then the news of a change of state has come
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,16 @@ class Ending:
     interrupted: bool
     wall_s: float
     restarts: dict[str, int]
-    died: str = ""  # in lockstep: the process whose death ended everything
     leg_over: bool = False  # in lockstep: stopped between two rounds only to be copied
     ended_at_once: bool = False  # in lockstep: not between two rounds, as a person wanted
+
+
+class ServiceDied(RookeryError):
+    """In lockstep: a process died, and with it what it held of the round. Go back to the last manifest."""
+
+    def __init__(self, instance: str, how: str, wall_s: float, interrupted: bool) -> None:
+        super().__init__(f"{instance} {how}")
+        self.instance, self.wall_s, self.interrupted = instance, wall_s, interrupted
 
 
 class Launcher:
@@ -78,8 +86,9 @@ class Launcher:
         self.started = time.monotonic()
         self.fatal = ""
         self.lockstep = config.parallel.mode == "lockstep"
-        self.died = ""
+        self.died: tuple[str, str] | None = None  # in lockstep: which process, and how
         self.leg_over = False
+        self._epochs_before: int | None = None  # this leg
         self.params = self._open(config.endpoints.params)
 
     def launch(self, resume: bool) -> Ending:
@@ -90,10 +99,8 @@ class Launcher:
         ledger: dict[str, int] = {}
         try:
             self._start_services(resume)
-            if self.lockstep:
-                self.loop.after(60.0 * self.config.run.manifest_minutes, self._end_leg)
             self._watch()
-            if not self.died:
+            if self.died is None:
                 ledger = self._ledger()
                 self._final_status()
         finally:
@@ -102,6 +109,7 @@ class Launcher:
             self.context.destroy(linger=0)
         if self.fatal:
             raise ConfigError(self.fatal)
+        self._raise_if_died()
         if self.status is None:
             raise PeerSilent(f"the run ended before it began; see {self.run.logs}")
         restarts = {
@@ -113,10 +121,13 @@ class Launcher:
             bool(self.interrupted),
             time.monotonic() - self.started,
             restarts,
-            died=self.died,
             leg_over=self.leg_over and not self.interrupted,
             ended_at_once=self.lockstep and self.status.state != "finished",
         )
+
+    def _raise_if_died(self) -> None:
+        if self.died is not None:
+            raise ServiceDied(*self.died, time.monotonic() - self.started, bool(self.interrupted))
 
     # --- wiring -----------------------------------------------------------------------------------------
 
@@ -167,9 +178,12 @@ class Launcher:
         link.ask(
             message, on_reply=outcome.append, on_failure=outcome.append, timeout_s=timeout_s, retry_s=0.3
         )
-        self.loop.turn_until(lambda: bool(outcome) or bool(self.fatal) or self._gives_up(), timeout_s + 1.0)
+        self.loop.turn_until(
+            lambda: bool(outcome or self.fatal or self.died) or self._gives_up(), timeout_s + 1.0
+        )
         if self.fatal:
             raise ConfigError(self.fatal)
+        self._raise_if_died()
         if not outcome and self._gives_up():
             raise PeerSilent("interrupted before the run began")
         if not outcome:
@@ -199,6 +213,8 @@ class Launcher:
     def on_run_status(self, status: RunStatus) -> None:
         if status.state == "finished" and (self.status is None or self.status.state != "finished"):
             self.loop.after(HANGING_S, lambda: self.loop.stop("the run is finished"))
+        if self.lockstep:
+            self._time_leg(status)
         self.status = status
         restarts = sum(child.restarts for child in self.processes.children.values())
         self.view.show(status, restarts)
@@ -212,7 +228,7 @@ class Launcher:
         if not self.params.run:
             return  # nothing has begun: _call gives up
         if self.lockstep:
-            self.view.say("ending after this round (Ctrl-C again to end at once, which cannot be resumed)")
+            self.view.say("ending after this round (Ctrl-C again to end at once, in the middle of it)")
         else:
             self.view.say("draining: actors flush, learners checkpoint (Ctrl-C again to end at once)")
             self.loop.after(INTERRUPT_DRAIN_S, lambda: self.loop.stop("drained for long enough"))
@@ -227,9 +243,19 @@ class Launcher:
             retry_s=0.5,
         )
 
+    def _time_leg(self, status: RunStatus) -> None:
+        """A leg is timed from its first round on: one that ended before it would lead nowhere."""
+        if self.status is None:
+            self._epochs_before = status.epochs
+        elif self._epochs_before is not None and status.epochs > self._epochs_before:
+            self._epochs_before = None
+            self.loop.after(60.0 * self.config.run.manifest_minutes, self._end_leg)
+
     def _end_leg(self) -> None:
         """In lockstep, now and then: the run stops between two rounds and is copied."""
-        if self.status is not None and self.status.state == "running" and not self.interrupted:
+        if self.status is not None and self.status.state == "paused":
+            self.loop.after(LOOK_AGAIN_S, self._end_leg)
+        elif not self.interrupted:
             self.leg_over = True
             self._drain()
 
@@ -238,7 +264,10 @@ class Launcher:
             self._on_ended(child, code)
 
     def _on_ended(self, child: Child, code: int) -> None:
-        winding_down = self.interrupted or (self.status and self.status.state in ("draining", "finished"))
+        if self.lockstep and code != 2:
+            self._on_ended_in_lockstep(child, code)
+            return
+        winding_down = self.interrupted or self._draining
         if code == 0 and (winding_down or child.module in ("services.actor", "services.learner")):
             child.finished = True
             return
@@ -249,10 +278,6 @@ class Launcher:
         if winding_down and child.module in ("services.actor", "services.learner"):
             child.finished = True  # there is nothing left for it to do
             return
-        if self.lockstep:  # what it held of the round in memory is gone: the run goes back
-            self.died = child.instance
-            self.loop.stop(f"{child.instance} died")
-            return
         wait_s = self.processes.start_again(child, failed=code > 0)
         how = self._how_it_ended(child, code)
         self.view.say(
@@ -260,6 +285,25 @@ class Launcher:
         )
         self._report_failure(child, how)
         self.loop.after(wait_s, self.processes.start_due)
+
+    @property
+    def _draining(self) -> bool:
+        return self.status is not None and self.status.state in ("draining", "finished")
+
+    def _on_ended_in_lockstep(self, child: Child, code: int) -> None:
+        """What it held of the round in memory is gone, and there is no round without it."""
+        child.finished = True
+        how = self._how_it_ended(child, code)
+        if self._draining and (code == 0 or child.module == "services.actor"):
+            return  # of an actor everything is stored by now
+        if code == 0:  # it may know before us that the run drains
+            self.loop.after(LOOK_AGAIN_S, lambda: None if self._draining else self._give_up(child, how))
+        else:
+            self._give_up(child, how)
+
+    def _give_up(self, child: Child, how: str) -> None:
+        self.died = self.died or (child.instance, how)
+        self.loop.stop(f"{child.instance} died")
 
     def _how_it_ended(self, child: Child, code: int) -> str:
         if code < 0:

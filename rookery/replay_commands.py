@@ -212,6 +212,12 @@ def restore_command(options: argparse.Namespace) -> int:
     agents = run.learning_agents()
     if not agents:
         raise ConfigError(f"{run.path} has no agents yet: nothing was ever stored in it")
+    mode = run.config().parallel.mode
+    if mode != "async":
+        raise ConfigError(
+            f"{run.path} was trained in mode {mode}: its buffers, weights and learners fit together, and one "
+            "without the others cannot go on; such a run goes back as a whole, to RUN/manifest"
+        )
     with stopped(run, run.config()):
         number, manifests = _choose(snapshot_files.root_of(run.replay), options.number, agents)
         aside = snapshot_files.restore_run(run.replay, number, manifests)

@@ -53,6 +53,11 @@ class RunDirectory:
         return self.path / "manifest.json"
 
     @property
+    def lock_path(self) -> Path:
+        """Held by whoever trains this run in rounds: between two legs no service is there to ask."""
+        return self.path / "train.lock"
+
+    @property
     def progress_path(self) -> Path:
         return self.path / "params" / "progress.jsonl"
 

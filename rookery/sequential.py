@@ -8,7 +8,6 @@ weights are bit for bit those of a lockstep run, whose directory looks the same:
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 import uuid
@@ -16,11 +15,10 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from types import FrameType
 
 import torch
 
+from rookery.interrupts import Interrupts
 from rookery.launcher import Ending
 from rookery.manifest import keep, write_manifest
 from rookery.run_directory import RunDirectory
@@ -39,12 +37,11 @@ from services.param_server.run_state import RunBook
 from services.param_server.spec_book import SpecBook
 from services.param_server.versions import VersionStore
 from services.replay.opening import in_rounds, open_buffer
-from services.replay.rounds import AT_REST
 from shared.config import Config
 from shared.errors import ConfigError
 from shared.layout import Arrays
 from shared.messages import AgentStatus, EpochSummary, RunStatus, ServiceName, ServiceStatus
-from shared.ownership import own
+from shared.ownership import owned
 from shared.schedule import Schedule
 from shared.specs import AgentSpec
 
@@ -103,13 +100,15 @@ class SequentialRun:
     def __init__(self, run: RunDirectory, config: Config, view: View) -> None:
         self.run, self.config, self.view = run, config, view
         self.started = time.monotonic()
-        self.interrupted = 0
+        self.interrupts = Interrupts(self._on_interrupt)
         self._shown = -1e9
         self._kept = self.started
         self._turn_rate = 0.0
-        params = run.path / "params"
+
+    def _open(self) -> None:
+        """The files of the run, and everything that lives in memory."""
+        run, config, params = self.run, self.config, self.run.path / "params"
         run.manifest_path.unlink(missing_ok=True)  # from here on it is not true any more
-        self._lock = own(params / "service.lock")
         torch.set_num_threads(config.learner.threads)
         self.run_book = RunBook(
             params / "run.json", minutes=config.run.minutes, agent_steps=None, now=self.started
@@ -160,18 +159,22 @@ class SequentialRun:
 
     def launch(self, resume: bool) -> Ending:
         """Plays and trains until a limit is reached or a person has had enough; always between two rounds."""
-        if resume and self.gate.is_over(self._newest_versions()):
-            raise ConfigError("the run cannot resume: run.agent_steps were played; raise it first")
-        if self.run_book.state != "running":
-            self.run_book.resume(time.monotonic(), 0)
-        number = self.gate.first_round(self._newest_versions())
-        with self._interruptible():
+        with self.interrupts, owned(self.run.path / "params" / "service.lock"):
+            self._open()
+            if resume and self.gate.is_over(self._newest_versions()):
+                raise ConfigError("the run cannot resume: run.agent_steps were played; raise it first")
+            if self.run_book.state != "running":
+                self.run_book.resume(time.monotonic(), 0)
+            number = self.gate.first_round(self._newest_versions())
             while not self._over(number):
                 self._round(number)
                 number += 1
                 self._show()
                 self._keep_manifest()
-        return self._end()
+            return self._end()
+
+    def _on_interrupt(self) -> None:
+        self.view.say("ending after this round (Ctrl-C again to end at once, in the middle of it)")
 
     def _keep_manifest(self) -> None:
         """Now and then a copy of the whole run, to go back to."""
@@ -181,8 +184,6 @@ class SequentialRun:
         write_manifest(self.run, self.config)
         keep(self.run)
         self.run.manifest_path.unlink()
-        for learner in self.learners.values():
-            (learner.directory / AT_REST).unlink()
         self._kept = time.monotonic()
 
     def _rest(self) -> None:
@@ -207,7 +208,7 @@ class SequentialRun:
         now = time.monotonic()
         self.run_book.tick(now)
         late = self.run_book.limit_reached(now, 0)
-        return bool(late) or bool(self.interrupted) or self.gate.is_past(number)
+        return bool(late) or bool(self.interrupts.count) or self.gate.is_past(number)
 
     def _play(self, number: int) -> None:
         wanted = self.schedule.version_for(number)
@@ -284,8 +285,7 @@ class SequentialRun:
         write_manifest(self.run, self.config)
         if self.threads is not None:
             self.threads.shutdown()
-        os.close(self._lock)
-        return Ending(status, ledger, bool(self.interrupted), now - self.started, {})
+        return Ending(status, ledger, bool(self.interrupts.count), now - self.started, {})
 
     def _ledger(self, now: float) -> dict[str, int]:
         total: Counter[str] = Counter()
@@ -295,23 +295,6 @@ class SequentialRun:
                 buffer.report(actor.incarnation, actor.player.produced_steps[agent], True, now)
             total.update(buffer.ledger(now, self.config.param_server.lease_s, closing=True))
         return dict(total)
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Ctrl-C ends the run after the present round; a second one at once."""
-
-        def on_interrupt(_number: int, _frame: FrameType | None) -> None:
-            self.interrupted += 1
-            if self.interrupted > 1:
-                raise KeyboardInterrupt
-            self.view.say("ending after this round (Ctrl-C again to end at once, which cannot be resumed)")
-
-        before = {number: signal.signal(number, on_interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     # --- what a person sees -------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from shared.errors import ConfigError
@@ -33,13 +35,37 @@ def own(path: Path) -> int:
     return descriptor
 
 
+@contextmanager
+def owned(path: Path) -> Iterator[None]:
+    """Owns this file for the time of a `with`."""
+    descriptor = own(path)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def owner_of(path: Path) -> str:
+    """The pid, as text, of the living process that owns this file; empty: nobody does."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return ""
+    try:
+        if _locked_within(descriptor, 0.0):
+            return ""
+        return os.read(descriptor, 100).decode(errors="replace").strip() or "unknown"
+    finally:
+        os.close(descriptor)
+
+
 def _locked_within(descriptor: int, patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 return False
             time.sleep(RETRY_S)  # flock has no time limit of its own, and nothing else runs yet
         else:

@@ -148,8 +148,8 @@ class RoundActorService(ActorService):
         index = expect(received.message, LeaseGrant).index
         if index != self.index:
             raise BrokenInvariant(
-                f"the lease as actor {self.index} lapsed and the new one is as actor {index}: its rounds would "
-                "be another actor's"
+                f"the lease as actor {self.index} lapsed and the new one is as actor {index}: its rounds "
+                "would be another actor's"
             )
 
     def subscribe(self) -> None:

@@ -133,12 +133,12 @@ def test_lockstep_run_whose_service_is_killed_comes_to_the_same_weights(make_run
     killed.wait_until_training()
     killed.versions.clear()  # it goes back on purpose
     killed.kill("replay-0")
-    wait_for(lambda: "replay-0 died" in killed.output(), "the launcher noticed")
+    wait_for(lambda: "replay-0 killed by signal 9" in killed.output(), "the launcher noticed")
     wait_for((killed.path / "manifest").exists, "a copy to go back to", 60)
     wait_for(lambda: len(killed.service_processes()) == 5, "everything runs again", 60)
     killed.kill("learner-0")
     assert launcher.wait(180) == 0, killed.output()
-    assert "learner-0 died" in killed.output()
+    assert "learner-0 killed by signal 9" in killed.output()
     assert killed.summary()["restarts"] == {"replay-0": 1, "learner-0": 1}
     assert_same_run(whole, killed)
 

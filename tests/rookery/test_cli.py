@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rookery import cli
+from rookery import cli, status_command
 from rookery.client import RunClient
 from rookery.run_directory import RunDirectory, create_run
+from services.param_server.progress import Progress
 from services.param_server.spec_book import SpecBook
 from services.param_server.versions import VersionStore
+from shared import ownership
 from shared.config import NetworkConfig, load_config
+from shared.messages import EpochSummary
 from shared.networks import QNetwork
 from worlds.registry import build_world
 
@@ -24,11 +28,12 @@ from worlds.registry import build_world
 def _quiet_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log of this process is the tests' own, and nobody waits long for runs that are dead."""
     monkeypatch.setattr(cli, "set_up_logging", lambda *_names: None)
-    monkeypatch.setattr(cli, "RunClient", functools.partial(RunClient, timeout_s=0.2))
+    for module in (cli, status_command):
+        monkeypatch.setattr(module, "RunClient", functools.partial(RunClient, timeout_s=0.2))
 
 
-def make_run(path: Path) -> RunDirectory:
-    settings = ["world.agents=2", "world.max_turns=3", "learner.network.hidden=[4]", "seed=1"]
+def make_run(path: Path, *more: str) -> RunDirectory:
+    settings = ["world.agents=2", "world.max_turns=3", "learner.network.hidden=[4]", "seed=1", *more]
     return create_run(load_config(None, settings, {}), path)[0]
 
 
@@ -236,6 +241,103 @@ def test_flags_of_train_become_settings_and_set_wins() -> None:
     )
     config = load_config(None, cli._settings(options), {})
     assert (config.actor.count, config.run.agent_steps, config.run.minutes, config.seed) == (2, 10, None, 4)
+
+
+@pytest.mark.parametrize("mode", ["async", "lockstep", "sequential"])
+def test_mode_flag_becomes_the_keys_of_parallel(mode: str) -> None:
+    """And --set may still say otherwise."""
+    options = cli.build_parser().parse_args(["train", "--mode", mode])
+    assert load_config(None, cli._settings(options), {}).parallel.mode == mode
+    options = cli.build_parser().parse_args(["train", "--mode", mode, "--set", "parallel.enabled=false"])
+    assert load_config(None, cli._settings(options), {}).parallel.mode == "sequential"
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [("async", "lockstep"), ("async", "sequential"), ("lockstep", "async"), ("sequential", "async")],
+)
+def test_train_resume_in_a_mode_that_cannot_continue_it_exits_with_2(
+    before: str, now: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs in rounds and those that are not have different states; the message says who continues whom."""
+    make_run(
+        tmp_path, f"parallel.enabled={before != 'sequential'}", f"parallel.async_learning={before == 'async'}"
+    )
+    config = (tmp_path / "config.yaml").read_text()
+    assert cli.main(["train", "--resume", str(tmp_path), "--mode", now]) == 2
+    said = capsys.readouterr().err
+    assert f"trained in mode {before} and cannot be continued in mode {now}" in said
+    assert "sequential and lockstep continue each other" in said
+    assert (tmp_path / "config.yaml").read_text() == config
+
+
+@pytest.mark.parametrize("now", ["lockstep", "sequential"])
+def test_train_resume_of_rounds_that_were_never_played_exits_with_2(
+    now: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other mode of rounds is allowed; that there is nothing to continue is said in words."""
+    make_run(tmp_path, "parallel.async_learning=false")
+    assert cli.main(["train", "--resume", str(tmp_path), "--mode", now]) == 2
+    assert "was ended in the middle of a round, before its first manifest" in capsys.readouterr().err
+
+
+def test_train_resume_of_rounds_that_somebody_trains_touches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequential run has no ports to be recognised by; its files must not be put back under it."""
+    monkeypatch.setattr(ownership, "PATIENCE_S", 0.0)
+    run = make_run(tmp_path, "parallel.enabled=false")
+    (tmp_path / "manifest").mkdir()
+    (tmp_path / "params").mkdir()
+    with ownership.owned(run.lock_path):
+        assert cli.main(["train", "--resume", str(tmp_path)]) == 2
+    assert f"belongs to a running process (pid {os.getpid()})" in capsys.readouterr().err
+    assert (tmp_path / "params").exists()
+
+
+def test_status_of_a_sequential_run_that_trains_is_read_from_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answers no questions, and yet it is not dead."""
+    run = make_run(tmp_path, "parallel.enabled=false")
+    progress = Progress(run.progress_path)
+    summary = EpochSummary(number=1, epochs=2, env_steps=6, agent_steps=12, return_sums={})
+    progress.take("0" * 32, 0, summary, 1.0)
+    progress.close()
+    with ownership.owned(run.lock_path):
+        assert cli.main(["status", str(tmp_path)]) == 0
+        text = capsys.readouterr().out
+        assert cli.main(["status", "--json", str(tmp_path)]) == 0
+        answer = json.loads(capsys.readouterr().out)
+    assert f"trains in mode sequential in one process (pid {os.getpid()})" in text
+    assert "0 s, 2 epochs, 12 agent steps" in text
+    assert (answer["state"], answer["mode"], answer["agent_steps"]) == ("running", "sequential", 12)
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert "is not running" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["pause"], ["resume"]])
+def test_control_of_a_sequential_run_says_why_nobody_answers(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not that it is not running: it may well be."""
+    make_run(tmp_path, "parallel.enabled=false")
+    assert cli.main([*command, str(tmp_path)]) == 1
+    assert "the run is sequential: one process without sockets" in capsys.readouterr().err
+
+
+def test_command_ended_by_ctrl_c_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As shells expect it, without a traceback."""
+
+    def interrupted(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "evaluate_run", interrupted)
+    make_run(tmp_path)
+    assert cli.main(["eval", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "ended at once\n"
 
 
 def test_command_line_as_a_process_exits_with_2_on_an_unknown_key(tmp_path: Path) -> None:

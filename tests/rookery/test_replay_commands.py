@@ -294,3 +294,15 @@ def test_snapshot_ordered_again_is_answered_from_the_disk(living: RunDirectory) 
         assert (root / "agent_0" / "manifest.json").stat().st_mtime_ns == written
         with pytest.raises(Refused, match="take one above 3"):
             client.take_snapshot(2, 20.0)
+
+
+@pytest.mark.parametrize("setting", ["parallel.async_learning=false", "parallel.enabled=false"])
+def test_restore_of_a_run_in_rounds_exits_with_2(
+    setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Buffers without the learners and weights that fit them would end the run; the whole goes back."""
+    run = make_run(tmp_path)
+    fill_and_snapshot(run, 1)
+    run.write_config(load_config(run.config_path, [setting], {}))
+    assert cli.main(["replay", str(tmp_path), "restore"]) == 2
+    assert "such a run goes back as a whole" in capsys.readouterr().err
