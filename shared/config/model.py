@@ -74,10 +74,16 @@ class Config(Section):
         """What stands in the way of a run that is the same bit for bit."""
         mode = self.parallel.mode
         for agent in ("", *self.agents):
-            if self.learner_for(agent).workers > 1:
+            learner = self.learner_for(agent)
+            if learner.workers > 1:
                 raise ValueError(
-                    f"learner.workers = {self.learner_for(agent).workers}: several gradient workers step in "
-                    f"the order in which they happen to be done, and {mode} is repeatable; set it to 1"
+                    f"learner.workers = {learner.workers}: several gradient workers step in the order in "
+                    f"which they happen to be done, and {mode} is repeatable; set it to 1"
+                )
+            if learner.threads > 1:
+                raise ValueError(
+                    f"learner.threads = {learner.threads}: sums made by several threads may be rounded "
+                    f"otherwise than those of one, and {mode} is repeatable; set it to 1"
                 )
         if self.param_server.broadcast_dtype != "float32":
             raise ValueError(

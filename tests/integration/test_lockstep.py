@@ -126,8 +126,8 @@ def test_lockstep_run_stopped_and_resumed_equals_the_uninterrupted_one(make_run:
 def test_lockstep_run_whose_service_is_killed_comes_to_the_same_weights(make_run: MakeRun) -> None:
     """kill -9 of replay and later of a learner: it goes back to its last manifest and plays again."""
     whole = make_run(**ROUNDS)
-    killed = make_run(**ROUNDS, run__manifest_minutes=0.04)
-    steps = 60_000
+    killed = make_run(**ROUNDS, run__manifest_minutes=0.05)
+    steps = 90_000
     train(whole, "--mode", "sequential", "--agent-steps", str(steps))
     launcher = killed.train("--mode", "lockstep", "--agent-steps", str(steps))
     killed.wait_until_training()
