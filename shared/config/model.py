@@ -80,7 +80,7 @@ class Config(Section):
                     f"learner.workers = {learner.workers}: several gradient workers step in the order in "
                     f"which they happen to be done, and {mode} is repeatable; set it to 1"
                 )
-            if learner.threads > 1:
+            if learner.threads > 1 and mode == "lockstep":  # alone, sequential mode may be fast instead
                 raise ValueError(
                     f"learner.threads = {learner.threads}: sums made by several threads may be rounded "
                     f"otherwise than those of one, and {mode} is repeatable; set it to 1"
