@@ -65,6 +65,10 @@ class Ending:
     ended_at_once: bool = False  # in lockstep: not between two rounds, as a person wanted
 
 
+class NotBegun(PeerSilent):
+    """A person ended the run before it began; its files are as they were."""
+
+
 class ServiceDied(RookeryError):
     """In lockstep: a process died, and with it what it held of the round. Go back to the last manifest."""
 
@@ -185,7 +189,7 @@ class Launcher:
             raise ConfigError(self.fatal)
         self._raise_if_died()
         if not outcome and self._gives_up():
-            raise PeerSilent("interrupted before the run began")
+            raise NotBegun("interrupted before the run began")
         if not outcome:
             raise PeerSilent(f"{link.endpoint} did not answer; see {self.run.logs}")
         if isinstance(outcome[0], RookeryError):

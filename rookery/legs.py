@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rookery.interrupts import Interrupts
-from rookery.launcher import Ending, Launcher, ServiceDied
+from rookery.launcher import Ending, Launcher, NotBegun, ServiceDied
 from rookery.manifest import go_back, keep, write_manifest
 from rookery.run_directory import RunDirectory
 from rookery.view import View
@@ -41,7 +41,8 @@ class Legs:
                     ending = self._leg(resume, before)
                 except ServiceDied as death:
                     self._after_death(death)
-                    resume, before = go_back(self.run), None
+                    resume = go_back(self.run)
+                    before = before if resume else None  # the copy is of where that leg ended
                     continue
                 self._wall_s += ending.wall_s
                 whole = replace(ending, wall_s=self._wall_s, restarts=self._restarts)
@@ -63,6 +64,10 @@ class Legs:
                 raise
             # The last leg ended just when the run's time was over: there is nothing left to play.
             return replace(before, leg_over=False, wall_s=0.0)
+        except NotBegun:
+            if before is None:
+                raise
+            return replace(before, leg_over=False, wall_s=0.0, interrupted=True)
 
     def _has_all_rounds(self, manifest: dict[str, Any]) -> bool:
         """A leg may end with the run's last round."""

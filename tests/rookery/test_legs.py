@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rookery import legs as legs_module
-from rookery.launcher import Ending, ServiceDied
+from rookery.launcher import Ending, NotBegun, ServiceDied
 from rookery.legs import MOST_DEATHS, Legs
 from rookery.run_directory import RunDirectory, create_run
 from rookery.view import View
@@ -119,8 +119,24 @@ def test_leg_that_ends_just_when_the_time_is_over_is_the_last(stage: Callable[..
     assert played.run.manifest_path.exists()
 
 
+def test_interrupt_while_the_next_leg_starts_ends_the_run_where_the_last_one_did(
+    stage: Callable[..., Stage],
+) -> None:
+    """Nothing of it has moved: it is described again, and can be resumed; so also after it went back."""
+    played = stage(ended(leg_over=True), died(), NotBegun("interrupted"))
+    ending = played.play()
+    assert ending.interrupted
+    assert played.run.manifest_path.exists()
+
+
 @pytest.mark.parametrize(
-    "error", [Refused("limit_reached", "minutes"), Refused("other_run", "x"), ConfigError("no")]
+    "error",
+    [
+        Refused("limit_reached", "minutes"),
+        Refused("other_run", "x"),
+        ConfigError("no"),
+        NotBegun("interrupted"),
+    ],
 )
 def test_first_leg_that_is_refused_is_an_error(stage: Callable[..., Stage], error: RookeryError) -> None:
     """A person asked for something that cannot be."""
