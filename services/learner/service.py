@@ -73,6 +73,7 @@ class LearnerService(Service):
         self.watchdog: Watchdog | None = None
         self.figures = Figures()
         self.rounds: LearnerRounds | None = None  # in lockstep
+        self.unsent: tuple[int, Arrays] | None = None  # the last draw's new priorities
 
     # --- start ------------------------------------------------------------------------------------------
 
@@ -171,6 +172,7 @@ class LearnerService(Service):
             raise self.uploader.refused
         if not self.active:
             self._take_trained()
+            self._flush_priorities()
             self.waiting_for = f"the run is {self.state}" if self.state != "running" else "held by a person"
             return False
         if self.rounds is not None:
@@ -224,7 +226,8 @@ class LearnerService(Service):
     def _after_update(self, trained: Trained) -> None:
         arrays, report = trained.arrays, trained.report
         self.skipped.note(report is None)
-        self._send_priorities(trained.draw, arrays, report)
+        if report is not None or self.rounds is not None:
+            self._send_priorities(trained.draw, arrays, report)
         if report is not None:
             self.figures.add(report, age=self.version - float(arrays["version"].mean()))
         if self.rounds is not None:
@@ -233,7 +236,6 @@ class LearnerService(Service):
             self._publish()
 
     def _send_priorities(self, draw: int, arrays: Arrays, report: UpdateReport | None) -> None:
-        assert self.token is not None
         rows: dict[str, Array] = {}
         if report is not None:
             rows = {
@@ -241,6 +243,18 @@ class LearnerService(Service):
                 "generation": arrays["generation"],
                 "priority": report.priorities,
             }
+        self._flush_priorities()
+        self.unsent = (draw, rows)
+        if self.rounds is not None:
+            self._flush_priorities()
+
+    def _flush_priorities(self) -> None:
+        """Sends them in a message of their own; usually they ride on the next request for a batch."""
+        if self.unsent is None:
+            return
+        assert self.token is not None
+        draw, rows = self.unsent
+        self.unsent = None
         sent = self.replay.tell(PriorityUpdate(token=self.token, draw=draw), rows)
         if not sent and self.rounds is not None:
             raise PeerSilent("replay takes no priorities: a run in lockstep cannot go on without them")
@@ -263,6 +277,8 @@ class LearnerService(Service):
 
     def _ask_for(self, draw: int) -> None:
         assert self.token is not None
+        _draw, rows = self.unsent or (0, None)
+        self.unsent = None
         self.replay.ask(
             SampleRequest(
                 token=self.token,
@@ -270,6 +286,7 @@ class LearnerService(Service):
                 batch_size=self.settings.batch_size,
                 beta=beta_at(self.settings.priority, draw),
             ),
+            rows,
             on_reply=self._on_batch,
             on_failure=lambda error: self._on_no_batch(draw, error),
             timeout_s=SAMPLE_TIMEOUT_S,
@@ -410,6 +427,7 @@ class LearnerService(Service):
         self._take_trained()
 
     def _drop_sample_requests(self) -> None:
+        self._flush_priorities()
         self.replay.close()
         self.in_flight += len(self.batches)  # they were drawn and not trained on: the checkpoint says so
         self.batches.clear()

@@ -393,7 +393,11 @@ class ReplayService(Service):
     def on_sample_request(self, message: SampleRequest, incoming: Incoming) -> None:
         desk = self._desk_of(message.token, incoming.peer)
         held = HeldSample(incoming.peer, message, time.monotonic() + 0.9 * message.deadline_s)
-        desk.held.setdefault(held.key, held)  # unless the learner repeats itself
+        if held.key in desk.held:
+            return  # the learner repeats itself
+        if incoming.received.arrays and held.key not in desk.served:
+            desk.buffer.update_priorities(*self._update_in(incoming, desk.rounds is None))
+        desk.held[held.key] = held
 
     def _serve(self, agent: str, desk: AgentDesk) -> bool:
         """Serves what the limiter allows; True when it stopped for fairness alone."""
@@ -433,14 +437,18 @@ class ReplayService(Service):
 
     def on_priority_update(self, message: PriorityUpdate, incoming: Incoming) -> None:
         desk = self._desk_of(message.token, incoming.peer)
-        arrays = incoming.received.arrays
-        if arrays and set(arrays) != {"index", "generation", "priority"}:
-            raise BadMessage(f"a priority update with arrays {sorted(arrays)}")
-        update = [arrays.get(name, _NO_ROWS[name]) for name in ("index", "generation", "priority")]
+        update = self._update_in(incoming)
         if desk.rounds is not None:
             desk.rounds.take_update(message.draw, *update)
-        elif arrays:
+        elif len(update[0]):
             desk.buffer.update_priorities(*update)
+
+    def _update_in(self, incoming: Incoming, welcome: bool = True) -> list[Array]:
+        """Index, generation and priority of an update, or of one that rides on a request for a batch."""
+        arrays = incoming.received.arrays
+        if not welcome or (arrays and set(arrays) != {"index", "generation", "priority"}):
+            raise BadMessage(f"a {incoming.message.kind} with arrays {sorted(arrays)}")  # type: ignore[attr-defined]
+        return [arrays.get(name, _NO_ROWS[name]) for name in ("index", "generation", "priority")]
 
     def _desk_of(self, token: Token, peer: bytes) -> AgentDesk:
         """The agent's desk, for the learner that holds its newest lease and nobody else."""
