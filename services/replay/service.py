@@ -367,7 +367,7 @@ class ReplayService(Service):
     def on_phase_request(self, message: PhaseRequest, incoming: Incoming) -> None:
         desk = self._desk_of(message.token, incoming.peer)
         if desk.rounds is None:
-            raise Refused("bad_value", "this run is not in rounds (parallel.async_learning is true)")
+            raise Refused("not_in_rounds", "this run is not in rounds (parallel.async_learning is true)")
         desk.phases = [held for held in desk.phases if held.message.request != message.request]
         desk.phases.append(HeldPhase(incoming.peer, message, time.monotonic() + 0.9 * message.deadline_s))
 

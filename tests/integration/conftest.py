@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent))  # first: the tests here also import from this conftest
 
 from local_run import LocalRun
 

@@ -209,20 +209,20 @@ def test_use_threads_trains_agents_side_by_side_to_the_same_weights(tmp_path: Pa
 
 def test_train_interval_in_async_draws_in_bursts(make_run: MakeRun) -> None:
     """Samples stand still between multiples of the interval, and never come from one that is not full."""
-    interval, minimum = 40, 200
-    run = make_run(parallel__train_interval=interval, replay__min_steps=minimum)
+    interval_steps, minimum = 40 * 50, 200
+    run = make_run(parallel__train_interval=40, replay__min_steps=minimum)
     launcher = run.train()
     run.wait_until_training()
-    seen: set[int] = set()
+    drawn_to_the_end: set[int] = set()
 
     def has_seen_bursts() -> bool:
         for buffer in run.replay_stats().buffers.values():
-            full = (buffer.inserted_steps - minimum) // (interval * 50)
-            assert buffer.sampled_steps <= full * interval * 50
-            # All that the interval paid for was drawn, but for less than a batch.
-            if full and buffer.sampled_steps > full * interval * 50 - 32:
-                seen.add(full)
-        return len(seen) >= 3
+            full, open_steps = divmod(buffer.inserted_steps - minimum, interval_steps)
+            left = buffer.limiter.ahead_samples - open_steps  # of what full intervals have paid for
+            assert left >= 0
+            if left < 32:  # not enough for a batch: it waits for the next interval
+                drawn_to_the_end.add(full)
+        return len(drawn_to_the_end) >= 3
 
     wait_for(has_seen_bursts, "three bursts that were drawn to their end", 30, every_s=0.02)
     run.interrupt(launcher)
