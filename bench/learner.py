@@ -35,7 +35,7 @@ BARS = {
 }
 WORKERS = (1, 2, 4)
 SLICE_S = 2.0
-RUN_STEPS = 150_000
+RUN_STEPS = 400_000
 
 
 def main() -> int:

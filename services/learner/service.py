@@ -45,6 +45,7 @@ from shared.messages import (
     expect,
 )
 from shared.placement import replay_of
+from shared.scheduling import ask_for_long_turns
 from shared.service import Service
 
 log = get_logger()
@@ -86,6 +87,7 @@ class LearnerService(Service):
         self.settings = self.config.learner_for(agent)
         self.skipped = SkippedInARow(self.settings.max_skipped)
         torch.set_num_threads(self.settings.threads)
+        ask_for_long_turns()  # this thread alone: the sockets' own must be quick
         self.algorithm = algorithm_for(self.config, specs, agent)
         self.trainer = open_trainer(self.algorithm, self.settings, self.loop.wake)
         self._check_sizes()
