@@ -140,6 +140,32 @@ def test_requests_with_an_old_or_foreign_token_are_refused(make_run: MakeRun) ->
     assert tokens_by_version(run) == [2]
 
 
+def test_priorities_on_a_request_for_a_batch_are_applied_once(make_run: MakeRun) -> None:
+    """They ride on the next request; a repeat of it changes nothing, and what is no update is refused."""
+    run = make_run()
+    services = {name: run.start(name) for name in ("param_server", "replay", "actor")}
+    config = run.config()
+    params, replay = config.endpoints.params, config.endpoints.replay[0].requests
+    with Peer(config) as learner:
+        wait_for(
+            lambda: (now := run.status()) and now.agent_steps > 1_000, "the actor has filled the buffers"
+        )
+        token = lease(learner, params, "learner", "agent_0")
+        drawn = learner.link(replay).call(sample(token), timeout_s=15.0).arrays
+        update = {name: drawn[name].copy() for name in ("index", "generation")}
+        update["priority"] = np.full(len(drawn["index"]), 700.0, np.float32)
+        request = sample(token).model_copy(update={"draw": 1})
+        learner.ask(request, replay, update)
+        assert run.replay_stats().buffers["agent_0"].max_priority == 700.0
+
+        update["priority"][:] = 900.0
+        learner.ask(request, replay, update)  # the same draw again
+        assert run.replay_stats().buffers["agent_0"].max_priority == 700.0
+        with pytest.raises(Refused, match="sample_request with arrays"):
+            learner.ask(request.model_copy(update={"draw": 2}), replay, {"index": update["index"]})
+    run.end_by_hand(services)
+
+
 def lease(peer: Peer, params: str, instance: str, agent: str) -> Token:
     request = LeaseRequest(role="learner", instance=instance, incarnation=peer.incarnation, agent=agent)
     return peer.ask(request, params).token
