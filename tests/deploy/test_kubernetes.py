@@ -10,6 +10,8 @@ import copy
 import importlib
 import re
 import shutil
+from pathlib import Path, PurePath
+from typing import Any
 from urllib.parse import urlsplit
 
 import kubernetes_validate
@@ -28,12 +30,16 @@ from kubernetes_manifests import (
 
 from shared.config import Config, load_config
 from shared.entry import parse_arguments
+from shared.keys import make_keys, read_keys
 from shared.placement import replay_of
 
 OLDEST, NEWEST = "1.29", "1.37"  # releases of Kubernetes
 README = (KUBERNETES / "README.md").read_text()
 BINDING = {"param-server", "replay"}
 EVERYBODY = {"param-server", "replay", "learner", "actor"}
+ROOT = KUBERNETES.parents[1]
+# What the image itself sets.
+IMAGE = dict(re.findall(r"(ROOKERY_\w+)=(\S+)", (ROOT / "Dockerfile").read_text()))
 UID = 10001
 
 needs_renderer = pytest.mark.skipif(
@@ -179,7 +185,7 @@ def test_every_container_gets_the_config_and_the_same_image(manifests: Manifests
 
 
 def config_of(manifests: Manifests) -> Config:
-    return load_config(environment=manifests.environment)
+    return load_config(environment=IMAGE | manifests.environment)
 
 
 def test_config_fits_the_number_of_learners_and_replay_services(manifests: Manifests) -> None:
@@ -207,12 +213,23 @@ def test_commands_are_modules_that_understand_their_arguments(manifests: Manifes
     assert number["name"] == "REPLAY_NUMBER"
 
 
-def test_only_services_that_listen_get_the_secret_that_proves_who_they_are(manifests: Manifests) -> None:
+def test_only_services_that_listen_get_the_secret_that_proves_who_they_are(
+    manifests: Manifests, tmp_path: Path
+) -> None:
     """Everybody gets the keys that it needs and no other."""
+    made = make_keys(tmp_path / "all")
     for name, container in manifests.containers.items():
-        mine = {"server.public", "member.secret"}
-        assert container.keys == (mine | {"server.secret", "members.public"} if name in BINDING else mine)
-        keys = container.mounts["/keys"]
+        (tmp_path / name).mkdir()
+        for key in container.keys:
+            shutil.copy(tmp_path / "all" / key, tmp_path / name / key)
+        keys_of_pod = read_keys(tmp_path / name)
+        if name in BINDING:
+            assert keys_of_pod.server().public == keys_of_pod.server_public
+            assert keys_of_pod.member.public in keys_of_pod.members()
+            assert container.keys == set(made)
+        else:
+            assert container.keys == {"server.public", "member.secret"}
+        keys = container.mounts[IMAGE["ROOKERY_SECURITY__KEYS"]]
         assert keys["mount"]["readOnly"] is True
         assert keys["secret"]["secretName"] == "rookery-keys"
         assert all(item["key"] == item["path"] for item in keys["secret"]["items"])
@@ -227,6 +244,7 @@ def test_pods_fit_the_restricted_security_standard(manifests: Manifests) -> None
         pod, spec = container.pod, container.spec
         assert pod["automountServiceAccountToken"] is False
         assert pod["enableServiceLinks"] is False
+        assert pod["shareProcessNamespace"] is True
         assert pod["securityContext"] == {
             "runAsNonRoot": True,
             "runAsUser": UID,
@@ -249,7 +267,8 @@ def test_pods_fit_the_restricted_security_standard(manifests: Manifests) -> None
 def test_only_parameter_server_and_replay_have_volumes_one_for_each_pod(manifests: Manifests) -> None:
     """State has one owner: the claim is made for each pod, and no second pod may have it."""
     for name, container in manifests.containers.items():
-        assert set(container.mounts) == {"/keys", "/tmp"} | ({"/data"} if name in BINDING else set())
+        mine = {IMAGE["ROOKERY_RUN__DIR"]} if name in BINDING else set()
+        assert set(container.mounts) == {"/keys", "/tmp"} | mine
         assert {mount["mount"]["name"] for mount in container.mounts.values()} == set(container.volumes)
         assert container.mounts["/tmp"]["emptyDir"]["sizeLimit"]
         if name in BINDING:
@@ -263,6 +282,7 @@ def test_only_parameter_server_and_replay_have_volumes_one_for_each_pod(manifest
 
 def test_probes_ask_the_service_and_are_more_patient_than_its_own_deadlines(manifests: Manifests) -> None:
     """A service that waits for others is not restarted, and a stuck learner ends by itself before it is."""
+    assert PurePath(IMAGE["ROOKERY_RUN__HEALTH_SOCKET"]).parent == PurePath("/tmp")  # which can be written
     alive = {"command": ["python", "-m", "shared.health", "--alive"]}
     for container in manifests.containers.values():
         assert container.spec["readinessProbe"]["exec"] == {"command": alive["command"][:-1]}
@@ -320,3 +340,41 @@ def test_patches_of_an_overlay_name_objects_of_the_base(overlay: str) -> None:
         assert ("ConfigMap", generator["name"]) in known
     for replicas in kustomization.get("replicas", []):
         assert {("StatefulSet", replicas["name"]), ("Deployment", replicas["name"])} & set(known)
+
+
+# --- and compose.yaml ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    """The services of compose.yaml with the defaults of all variables."""
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (ROOT / "compose.yaml").read_text())
+    services = yaml.safe_load(text)["services"]
+    return {name.replace("_", "-"): service for name, service in services.items() if name != "keys"}
+
+
+def test_base_and_compose_run_the_same_services_in_the_same_way(compose: dict[str, Any]) -> None:
+    """Commands, images, memory and the room in /tmp agree; a replay of several also knows its number."""
+    base = Manifests("base", as_written())
+    assert set(compose) == EVERYBODY
+    for name, container in base.containers.items():
+        here, there = container.spec, compose[name]
+        number = ["--number", "$(REPLAY_NUMBER)"] if name == "replay" else []
+        assert here["command"] == [*there["command"], *number]
+        assert here["image"] == f"{there['image']}:latest"
+        assert here["resources"]["limits"]["memory"] == there["mem_limit"].replace("g", "Gi")
+        size = container.mounts["/tmp"]["emptyDir"]["sizeLimit"].replace("Mi", "m")
+        assert there["tmpfs"] == [f"/tmp:size={size}"]
+    assert base.of("Deployment")["learner"]["spec"]["replicas"] == compose["learner"]["scale"]
+
+
+def test_base_and_compose_have_the_same_environment_but_for_host_names(compose: dict[str, Any]) -> None:
+    """A run is configured the same, wherever it is."""
+    hosts = {"//param_server:": "//param-server:", "//replay:": "//replay-0.replay:"}
+    for service in compose.values():
+        environment = {}
+        for key, value in service["environment"].items():
+            environment[key] = "null" if value is None else str(value)
+            for there, here in hosts.items():
+                environment[key] = environment[key].replace(there, here)
+        assert environment == Manifests("base", as_written()).environment
