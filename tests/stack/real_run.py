@@ -1,4 +1,4 @@
-"""A run of the project's own compose file, watched from the host over the ports that the debug file publishes."""
+"""A run of the project's own compose file, watched from the host over the ports of the debug file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Each service in turn is killed, paused for half a minute and cut off from the network.
 
-What does not need it goes on, everything recovers by itself, every step is accounted for, and no agent's version
-goes back (every look at the run checks that).
+What does not need it goes on, everything recovers by itself, every step is accounted for, and no agent's
+version goes back (every look at the run checks that).
 """
 
 from __future__ import annotations
