@@ -73,22 +73,26 @@ class RealRun:
 
     # --- questions ----------------------------------------------------------------------------------------
 
-    def config(self, keys: Path | None = None) -> Config:
+    def config(self) -> Config:
         """The run's, as seen from the host."""
-        replay = {
-            "segments": address(self.replay, 5701),
-            "requests": address(self.replay, 5702),
-        }
-        settings = [
-            f"endpoints.params={address(self.param_server, 5703)}",
-            f"endpoints.broadcast={address(self.param_server, 5704)}",
-            f"endpoints.replay={json.dumps([replay])}",
-            f"security.keys={keys or self.keys}",
-        ]
-        return load_config(None, settings, environment={})
+        replay = {"segments": address(self.replay, 5701), "requests": address(self.replay, 5702)}
+        return self._config(f"endpoints.replay={json.dumps([replay])}")
+
+    def _config(self, *settings: str) -> Config:
+        return load_config(
+            None,
+            [
+                f"endpoints.params={address(self.param_server, 5703)}",
+                f"endpoints.broadcast={address(self.param_server, 5704)}",
+                f"security.keys={self.keys}",
+                *settings,
+            ],
+            environment={},
+        )
 
     def status(self) -> RunStatus:
-        with RunClient(self.config(), timeout_s=10.0) as client:
+        """Of the parameter server alone: replay may be away."""
+        with RunClient(self._config(), timeout_s=10.0) as client:
             status = client.status()
         for agent, own in status.agents.items():
             assert own.version >= self.versions.get(agent, 0), f"{agent} went back to {own.version}"
