@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rookery.testing.errors import StackError
 
 OWNER_LABEL = "rookery.testing.owner"
@@ -70,10 +72,11 @@ def read_files(files: Sequence[Path], project: str, variables: Mapping[str, str]
     for file in files:
         if not file.is_file():
             raise StackError(f"there is no compose file {file}; give others with files=[...]")
-    arguments = ["config", "--format", "json"]
+    arguments = ["config"]  # as YAML: its JSON leaves out zeros (seen with `ulimits: {core: 0}`)
     command = ["docker", "compose", "--project-name", project, "--profile", "*"]
     command += [part for file in files for part in ("--file", str(file))]
-    spec: Spec = json.loads(_call([*command, *arguments], arguments, "", READ_S, _environment(variables)))
+    text = _call([*command, *arguments], arguments, "", READ_S, _environment(variables))
+    spec: Spec = yaml.safe_load(text)
     return spec
 
 

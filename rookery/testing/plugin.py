@@ -34,14 +34,19 @@ class StacksOfATest:
 _MADE = pytest.StashKey[StacksOfATest]()
 
 
+def require_engine() -> None:
+    """Skips the test that needs what is not there, with the reason; in CI it fails."""
+    if missing := what_is_missing():
+        (pytest.fail if in_ci() else pytest.skip)(missing)
+
+
 @pytest.fixture
 def rookery_stack(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Stack]]:
     """Makes stacks and brings them up: `rookery_stack(scale={"actor": 2})`, with the arguments of `Stack`.
 
     `up=False` only makes it; `deadline_s` is for its health.
     """
-    if missing := what_is_missing():
-        (pytest.fail if in_ci() else pytest.skip)(missing)
+    require_engine()
     from rookery.testing.health import HEALTHY_S  # noqa: PLC0415 - see above
     from rookery.testing.stack import Stack  # noqa: PLC0415
 

@@ -1,5 +1,7 @@
 """Fixtures of the tests that need a Docker engine; the modules beside the tests become importable."""
 
+import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,12 +13,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from real_run import PROJECT, SMALL
+from real_run import SMALL
 
-from rookery.testing.engine import in_ci, what_is_missing
+from rookery.testing.plugin import require_engine
+from rookery.testing.stack import OUR_COMPOSE_FILE
 
-IMAGE = "rookery:tests"
 BUILD_S = 1_200.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _engine_is_there() -> None:
+    require_engine()
 
 
 @pytest.fixture
@@ -29,14 +36,21 @@ def engine() -> Iterator[docker.DockerClient]:
 
 @pytest.fixture(scope="session")
 def rookery_image() -> str:
-    """The project's own image, built from this checkout; only the first build takes long."""
-    if missing := what_is_missing():
-        (pytest.fail if in_ci() else pytest.skip)(missing)
-    command = ["docker", "build", "--quiet", "--tag", IMAGE, str(PROJECT)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S, check=False)
+    """The image of this checkout as it is now; its tag is no other checkout's, nor the user's own."""
+    checkout = hashlib.sha256(str(OUR_COMPOSE_FILE.parent).encode()).hexdigest()[:8]
+    image = f"rookery:test-{checkout}"
+    built = subprocess.run(
+        ["docker", "compose", "--file", str(OUR_COMPOSE_FILE), "build", "keys"],  # one of many of this image
+        env=os.environ | {"ROOKERY_IMAGE": image},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=BUILD_S,
+        check=False,
+    )
     if built.returncode:
-        pytest.fail(f"the image cannot be built:\n{built.stderr[-4_000:]}")
-    return IMAGE
+        pytest.fail(f"the image cannot be built:\n{built.stdout}")
+    return image
 
 
 @pytest.fixture

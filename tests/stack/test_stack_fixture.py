@@ -26,6 +26,7 @@ HARDENED = {
     "cap_drop": ["ALL"],
     "security_opt": ["no-new-privileges:true"],
     "restart": "unless-stopped",
+    "ulimits": {"core": 0},
 }
 
 
