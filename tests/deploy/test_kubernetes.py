@@ -371,7 +371,8 @@ def test_base_and_compose_run_the_same_services_in_the_same_way(compose: dict[st
         assert here["resources"]["limits"]["memory"] == there["mem_limit"].replace("g", "Gi")
         size = container.mounts["/tmp"]["emptyDir"]["sizeLimit"].replace("Mi", "m")
         assert there["tmpfs"] == [f"/tmp:size={size}"]
-    assert base.of("Deployment")["learner"]["spec"]["replicas"] == int(compose["learner"]["deploy"]["replicas"])
+    learners = base.of("Deployment")["learner"]["spec"]["replicas"]
+    assert learners == int(compose["learner"]["deploy"]["replicas"])
 
 
 def test_base_and_compose_have_the_same_environment_but_for_host_names(compose: dict[str, Any]) -> None:
