@@ -178,7 +178,7 @@ class ReplayService(Service):
         self.snapshots = SnapshotDesk(self.directory, self.number, buffers, self.loop.wake)
         self._open_links()
         self.loop.every(TICK_S, self.tick)
-        self.loop.every(self.config.replay.sync_s, self._sync)
+        self._syncs = self.loop.every(self.config.replay.sync_s, self._sync)
 
     def _open_desk(self, agent: str, spec: AgentSpec) -> AgentDesk:
         desk = AgentDesk(self._open_buffer(agent, spec))
@@ -578,6 +578,7 @@ class ReplayService(Service):
     def wind_down(self) -> None:
         self._acknowledge()
         self.snapshots.end()
+        self._syncs.cancel()  # the loop still turns for the last words
         self.syncer.shutdown()
         self._sync_buffers()
         for agent, desk in self.desks.items():

@@ -15,7 +15,7 @@ import yaml
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 BASE = KUBERNETES / "base"
-OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
+OVERLAYS = sorted({path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml")} - {"mine"})
 WITH_PODS = ("StatefulSet", "Deployment")
 
 Object = dict[str, Any]

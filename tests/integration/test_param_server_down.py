@@ -45,6 +45,16 @@ def test_param_server_down_and_back_changes_no_lease_and_loses_no_version(make_r
     run.end_by_hand(services)
 
 
+def test_replay_that_ends_without_a_param_server_ends_well(make_run: MakeRun) -> None:
+    """Its last words wait for an answer that does not come; meanwhile it is time to write to disk again."""
+    run = make_run(world__agents=1, replay__sync_s=0.05)
+    services = run.start_all(learners=1)
+    run.wait_until_training()
+    services["param_server"].kill()
+    services["param_server"].wait(10)
+    end(services["replay"], "replay")
+
+
 def waits_for_a_lease(run: LocalRun, instance: str) -> bool:
     status = run.status()
     waits = {own.instance: own.waiting_for for own in status.services} if status else {}
