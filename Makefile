@@ -7,7 +7,7 @@ BENCH := .venv-bench
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test test-fast lint types bench-replay bench-learner soak-replay clean
+.PHONY: help setup train test test-fast test-swarm lint types bench-replay bench-learner soak-replay clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -27,10 +27,13 @@ train: $(READY) ## train 3 agents in treasure hunt for two minutes (ARGS="--seed
 	$(BIN)/rookery train $(ARGS)
 
 test: lint types $(READY) ## lint, types, unit tests, integration tests (no Docker)
-	$(BIN)/pytest -q tests
+	$(BIN)/pytest -q tests -m 'not stack and not swarm'
+
+test-swarm: $(READY) ## a swarm of several nodes on this machine; needs a Docker engine (privileged containers)
+	$(BIN)/pytest -q tests/swarm
 
 test-fast: $(READY) ## unit tests only
-	$(BIN)/pytest -q tests -m 'not integration'
+	$(BIN)/pytest -q tests -m 'not integration and not stack and not swarm'
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check .
