@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import yaml
-import zmq
 
 from rookery.run_directory import free_ports
 from services.actor.outbox import Outbox
@@ -27,6 +26,7 @@ from services.replay.buffer import AgentBuffer
 from shared.codec import Received, pack_segment, segment_checksum
 from shared.config import Config, build_config
 from shared.layout import Arrays, Packed
+from shared.links.network import Network
 from shared.links.requests import RequestSender
 from shared.links.segments import SegmentSender
 from shared.loop import Loop
@@ -209,13 +209,9 @@ class Learner:
     loop: Loop = field(default_factory=Loop)
 
     def __post_init__(self) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._network = Network.of(self.config, self.loop)
         self._link = RequestSender(
-            self._context,
-            self.loop,
-            self.config.endpoints.replay[0].requests,
-            identity=uuid.uuid4().hex,
-            max_message_bytes=self.config.limits.max_message_bytes,
+            self._network, self.config.endpoints.replay[0].requests, identity=uuid.uuid4().hex
         )
         self._link.run = RUN
         self._token = Token(agent=self.agent, number=1)
@@ -273,8 +269,8 @@ class Learner:
             )
 
     def close(self) -> None:
+        self._network.close()
         self.loop.close()
-        self._context.destroy(linger=0)
 
 
 class Actor:
@@ -294,16 +290,12 @@ class Actor:
     ) -> None:
         self.stream, self._distinct, self._on_acknowledged = stream, distinct, on_acknowledged
         self.loop = Loop()
-        self._context: zmq.Context[Any] = zmq.Context()
-        limit, replay = config.limits.max_message_bytes, config.endpoints.replay[0]
-        self._link = RequestSender(
-            self._context, self.loop, replay.requests, identity=stream.incarnation, max_message_bytes=limit
-        )
+        self._network = Network.of(config, self.loop)
+        replay = config.endpoints.replay[0]
+        self._link = RequestSender(self._network, replay.requests, identity=stream.incarnation)
         self._link.run = RUN
         self._link.volunteered["stream_marks"] = self._on_marks
-        self._sender = SegmentSender(
-            self._context, self.loop, replay.segments, run=RUN, queue=window, max_message_bytes=limit
-        )
+        self._sender = SegmentSender(self._network, replay.segments, run=RUN, queue=window)
         self._outbox = Outbox([stream.agent], window)
         self._template = self._stamped(*self._made(1))
         self._reporting = False
@@ -361,5 +353,5 @@ class Actor:
         self._on_acknowledged(mark.acknowledged)
 
     def close(self) -> None:
+        self._network.close()
         self.loop.close()
-        self._context.destroy(linger=0)

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rookery.arguments import add_run_argument
 from rookery.client import RunClient
+from rookery.keys_command import add_keys_command
 from rookery.launcher import Ending, Launcher
+from rookery.ledger import add_ledger_command
 from rookery.legs import Legs
 from rookery.manifest import check_manifest, go_back, has_kept, is_at_rest, settle
 from rookery.replay_commands import add_replay_command
@@ -21,6 +24,7 @@ from rookery.run_directory import RunDirectory, create_run, open_run, ports_are_
 from rookery.status_command import add_status_command
 from rookery.summary import draw_curves, write_summary
 from rookery.view import View, agent_label
+from services.param_server.run_config import check_continues
 from shared.config import Config, build_config, load_config, merged
 from shared.errors import ConfigError, PeerSilent, RookeryError
 from shared.logs import set_up_logging
@@ -92,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     train.set_defaults(command=train_command)
 
     evaluate = commands.add_parser("eval", help="play greedy episodes with a run's weights")
-    evaluate.add_argument("run", type=Path, metavar="RUN")
+    add_run_argument(evaluate)
     evaluate.add_argument("--episodes", type=int, default=300, metavar="N")
     evaluate.add_argument("--version", type=int, metavar="V", help="of every agent (default: the newest)")
     evaluate.add_argument("--seed", type=int, metavar="S", help="default: derived from the run's seed")
@@ -103,10 +107,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     for action, text in (("pause", "hold a run: nothing is played or trained"), ("resume", "let it go on")):
         command = commands.add_parser(action, help=text)
-        command.add_argument("run", type=Path, metavar="RUN")
+        add_run_argument(command)
         command.set_defaults(command=control_command, action=action)
 
     add_replay_command(commands)
+    add_ledger_command(commands)
+    add_keys_command(commands)
     return parser
 
 
@@ -182,7 +188,7 @@ def _resumed(options: argparse.Namespace, owned_files: ExitStack) -> tuple[RunDi
     settings = _settings(options)
     config = load_config(run.config_path, settings, environment={})
     _check_mode(run.config(), config)
-    _refuse_to_forget(run.config(), config)
+    check_continues(run.config(), config)
     if options.minutes is not None:
         total_minutes = run.elapsed_s() / 60.0 + options.minutes
         config = build_config(merged(config.model_dump(mode="json"), {"run": {"minutes": total_minutes}}))
@@ -223,16 +229,6 @@ def _prepare_rounds(run: RunDirectory, config: Config) -> None:
         go_back(run)
         print(f"{run.path} was ended in the middle of a round; it goes back to its last manifest")
     check_manifest(run, config)
-
-
-def _refuse_to_forget(before: Config, config: Config) -> None:
-    """An agent that learned keeps its learner: its steps would go missing from the ledger with its buffer."""
-    for agent in before.learning_agents:
-        if not config.learns(agent):
-            raise ConfigError(
-                f"{agent} learned with {before.algorithm_of(agent)!r} in this run and cannot become "
-                f"{config.algorithm_of(agent)}; begin a new run for that"
-            )
 
 
 def _refuse_if_running(run: RunDirectory, config: Config) -> None:

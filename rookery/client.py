@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import uuid
 from types import TracebackType
-from typing import Any
-
-import zmq
 
 from shared.config import Config
 from shared.errors import PeerSilent
+from shared.links.network import Network
 from shared.links.requests import RequestSender
 from shared.loop import Loop
 from shared.messages import (
     ControlReply,
     ControlRequest,
     Hello,
+    Ledger,
+    LedgerRequest,
+    Produced,
+    ProducedRequest,
     ReplayStats,
     ReplayStatsRequest,
     RunStatus,
@@ -34,8 +36,8 @@ class RunClient:
 
     def __init__(self, config: Config, timeout_s: float = 3.0) -> None:
         self.config, self.timeout_s = config, timeout_s
-        self.context: zmq.Context[Any] = zmq.Context()
         self.loop = Loop()
+        self.network = Network.of(config, self.loop)
         self.params = self._open(config.endpoints.params)
 
     def __enter__(self) -> RunClient:
@@ -62,8 +64,8 @@ class RunClient:
         self.close()
 
     def close(self) -> None:
+        self.network.close()
         self.loop.close()
-        self.context.destroy(linger=0)
 
     def status(self) -> RunStatus:
         return expect(self.params.call(StatusRequest(), timeout_s=self.timeout_s).message, RunStatus)
@@ -109,14 +111,30 @@ class RunClient:
             return None
         return expect(answer, ReplayStats)
 
+    def ledgers(self) -> list[Ledger]:
+        """Of each replay service; what of one that does not answer is unknown, so that is an error."""
+        answers = []
+        for endpoints in self.config.endpoints.replay:
+            link = self._open(endpoints.requests)
+            link.run = self.params.run
+            answers.append(expect(link.call(LedgerRequest(), timeout_s=self.timeout_s).message, Ledger))
+        return answers
+
+    def produced(self) -> dict[str, int]:
+        """What each actor told the parameter server, by incarnation."""
+        return expect(self.params.call(ProducedRequest(), timeout_s=self.timeout_s).message, Produced).steps
+
+    def living_actors(self) -> set[str]:
+        """Their incarnations."""
+        lease_s = self.config.param_server.lease_s
+        return {
+            each.incarnation
+            for each in self.status().services
+            if each.service == "actor" and each.seen_s <= lease_s and not each.done
+        }
+
     def _open(self, endpoint: str) -> RequestSender:
-        return RequestSender(
-            self.context,
-            self.loop,
-            endpoint,
-            identity=uuid.uuid4().hex,
-            max_message_bytes=self.config.limits.max_message_bytes,
-        )
+        return RequestSender(self.network, endpoint, identity=uuid.uuid4().hex)
 
 
 def _is_replay(service: ServiceStatus) -> bool:

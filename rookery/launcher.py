@@ -10,11 +10,9 @@ import signal
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any
-
-import zmq
 
 from rookery.last_words import last_words
+from rookery.ledger import add_up
 from rookery.processes import Child, Processes
 from rookery.run_directory import RunDirectory
 from rookery.view import View
@@ -22,6 +20,7 @@ from shared.codec import Received
 from shared.config import Config
 from shared.errors import ConfigError, PeerSilent, RookeryError
 from shared.links.broadcast import BroadcastListener
+from shared.links.network import Network
 from shared.links.requests import RequestSender
 from shared.logs import get_logger
 from shared.loop import Loop
@@ -82,8 +81,8 @@ class Launcher:
 
     def __init__(self, run: RunDirectory, config: Config, view: View) -> None:
         self.run, self.config, self.view = run, config, view
-        self.context: zmq.Context[Any] = zmq.Context()
         self.loop = Loop()
+        self.network = Network.of(config, self.loop)
         self.processes = Processes(run.logs)
         self.status: RunStatus | None = None
         self.interrupted = 0
@@ -109,8 +108,8 @@ class Launcher:
                 self._final_status()
         finally:
             self.processes.end(INTERRUPT_GRACE_S if self.interrupted else END_GRACE_S)
+            self.network.close()
             self.loop.close()
-            self.context.destroy(linger=0)
         if self.fatal:
             raise ConfigError(self.fatal)
         self._raise_if_died()
@@ -156,11 +155,9 @@ class Launcher:
         welcome = expect(self._call(self.params, hello, START_TIMEOUT_S), Welcome)
         self.params.run = welcome.run_id
         self.listener = BroadcastListener(
-            self.context,
-            self.loop,
+            self.network,
             self.config.endpoints.broadcast,
             run=welcome.run_id,
-            max_message_bytes=self.config.limits.max_message_bytes,
             on_status=self.on_run_status,
         )
 
@@ -168,13 +165,7 @@ class Launcher:
         self._call(self.params, ControlRequest(action="resume"), START_TIMEOUT_S)
 
     def _open(self, endpoint: str) -> RequestSender:
-        return RequestSender(
-            self.context,
-            self.loop,
-            endpoint,
-            identity=uuid.uuid4().hex,
-            max_message_bytes=self.config.limits.max_message_bytes,
-        )
+        return RequestSender(self.network, endpoint, identity=uuid.uuid4().hex)
 
     def _call(self, link: RequestSender, message: Request, timeout_s: float) -> Message:
         """Asks and waits, while children that die are still noticed."""
@@ -352,19 +343,3 @@ class Launcher:
             log.warning("no final status; the last broadcast is used", reason=str(error))
             return
         self.status = expect(status, RunStatus)
-
-
-def add_up(ledgers: list[Ledger], heard: dict[str, int]) -> dict[str, int]:
-    """The ledgers of all replay services as one.
-
-    `heard` is what actors told the parameter server, by incarnation. An actor that was killed between two
-    reports may have told it of more steps than replay: those were produced, and they are abandoned.
-    """
-    names = ("produced", "stored", "in_flight", "abandoned", "duplicates_dropped", "stored_twice", "lost")
-    total = {name: sum(getattr(ledger, name) for ledger in ledgers) for name in names}
-    for incarnation, steps in heard.items():
-        told_replay = sum(ledger.produced_by.get(incarnation, 0) for ledger in ledgers)
-        more = max(0, steps - told_replay)
-        total["produced"] += more
-        total["abandoned"] += more
-    return total

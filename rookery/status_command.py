@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from rookery.arguments import add_run_argument
 from rookery.client import RunClient
 from rookery.run_directory import RunDirectory, open_run, read_progress
 from rookery.view import render_status
@@ -20,7 +20,7 @@ from shared.ownership import owner_of
 def add_status_command(commands: Any) -> None:
     """`rookery status`."""
     status = commands.add_parser("status", help="what runs, how fast, how stale, who waits for whom")
-    status.add_argument("run", type=Path, metavar="RUN")
+    add_run_argument(status)
     status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(command=status_command)
 

@@ -11,14 +11,14 @@ import socket
 import time
 import uuid
 from pathlib import Path
-from typing import Any, ClassVar
-
-import zmq
+from typing import ClassVar
 
 from shared.codec import Received
 from shared.config import Config
 from shared.errors import PeerSilent, Refused, RookeryError
+from shared.health_socket import Health, open_health_socket
 from shared.links.broadcast import BroadcastListener
+from shared.links.network import Network
 from shared.links.requests import RequestSender
 from shared.logs import get_logger
 from shared.loop import Loop
@@ -62,9 +62,9 @@ class Service:
         self.instance = instance
         self.incarnation = uuid.uuid4().hex
         self.started = time.monotonic()
-        self.context: zmq.Context[Any] = zmq.Context()
         self.loop = Loop()
         self.loop.stop_on_signals()
+        self.network = Network.of(config, self.loop)
         self.params = self.open_requests(config.endpoints.params)
         self.params.volunteered["control_request"] = self.on_control_request
         self.notices: BroadcastListener | None = None
@@ -74,6 +74,8 @@ class Service:
         self.token: Token | None = None
         self.index: int | None = None
         self.waiting_for = ""
+        self.standing_by = False  # it waits, and that is as it should be
+        self.health_socket = open_health_socket(self.loop, config.run.health_socket, self.health)
         self.epochs = 0
         self.agent_steps = 0
 
@@ -127,21 +129,23 @@ class Service:
             self.close()
 
     def close(self) -> None:
+        if self.health_socket is not None:
+            self.health_socket.close()
+        self.network.close()
         self.loop.close()
-        self.context.destroy(linger=0)
+
+    def health(self) -> Health:
+        """How it is, for whoever runs its container."""
+        if self.ready:
+            return Health(True, f"ready; waiting for {self.waiting_for}" if self.waiting_for else "ready")
+        return Health(self.standing_by, f"waiting for {self.waiting_for}" if self.waiting_for else "starting")
 
     @property
     def active(self) -> bool:
         return self.state == "running" and not self.held
 
     def open_requests(self, endpoint: str) -> RequestSender:
-        return RequestSender(
-            self.context,
-            self.loop,
-            endpoint,
-            identity=self.incarnation,
-            max_message_bytes=self.config.limits.max_message_bytes,
-        )
+        return RequestSender(self.network, endpoint, identity=self.incarnation)
 
     def call_patiently(self, link: RequestSender, message: Request, waiting_for: str) -> Message:
         """Asks until there is an answer, saying now and then what is waited for; for start-up."""
@@ -152,24 +156,40 @@ class Service:
             except PeerSilent:
                 if self.loop.stopping:
                     raise
+                self.standing_by = False
                 log.info("waiting", waiting_for=waiting_for, endpoint=link.endpoint)
             except Refused as error:
                 if error.code not in ("not_yet", "no_lease"):
                     raise
+                self.standing_by = error.code == "no_lease"
                 log.info("waiting", waiting_for=waiting_for, reason=str(error))
             else:
-                self.waiting_for = ""
+                self.waiting_for, self.standing_by = "", False
                 return answer
 
     def join(self) -> None:
         """Learns which run this is and begins to follow it."""
-        hello = Hello(service=self.name, instance=self.instance, incarnation=self.incarnation)
-        welcome = expect(self.call_patiently(self.params, hello, "the parameter server"), Welcome)
+        welcome = self._welcome()
+        while self.config.run.stay and self.ends_with(welcome.state):
+            self._stand_by(f"the run, which is {welcome.state}, to be resumed")
+            welcome = self._welcome()
         self.params.run = welcome.run_id
         self._follow(welcome.state)
         self.listen()
         self._heartbeats = self.loop.every(self.config.param_server.heartbeat_s, self._heartbeat)
         self._heartbeat()
+
+    def _welcome(self) -> Welcome:
+        hello = Hello(service=self.name, instance=self.instance, incarnation=self.incarnation)
+        return expect(self.call_patiently(self.params, hello, "the parameter server"), Welcome)
+
+    def _stand_by(self, waiting_for: str) -> None:
+        """For a moment, before it looks again."""
+        if not self.standing_by:
+            log.info("standing by", waiting_for=waiting_for)
+        self.waiting_for, self.standing_by = waiting_for, True
+        if self.loop.turn_until(lambda: self.loop.stopping, ASK_AGAIN_S):
+            raise PeerSilent(f"stopped ({self.loop.stop_reason}) while waiting for {waiting_for}")
 
     def join_known(self, run_id: str) -> None:
         """Begins at once with a run that is known from earlier; the parameter server may come later."""
@@ -188,11 +208,9 @@ class Service:
     def listen(self) -> None:
         """Subscribes to the run's notices; a subclass that wants weights as well overrides this."""
         self.notices = BroadcastListener(
-            self.context,
-            self.loop,
+            self.network,
             self.config.endpoints.broadcast,
             run=self.params.run,
-            max_message_bytes=self.config.limits.max_message_bytes,
             on_notice=self._on_notice,
         )
 

@@ -110,7 +110,6 @@ class ActorService(Service):
             raise ConfigError(str(error)) from error  # starting the actor again would not help
 
     def _connect_replays(self) -> None:
-        limits = self.config.limits.max_message_bytes
         self.replays: list[RequestSender] = []
         self.senders: list[SegmentSender] = []
         for endpoints in self.config.endpoints.replay:
@@ -120,12 +119,10 @@ class ActorService(Service):
             self.replays.append(replay)
             self.senders.append(
                 SegmentSender(
-                    self.context,
-                    self.loop,
+                    self.network,
                     endpoints.segments,
                     run=self.params.run,
                     queue=max(64, self.config.actor.window_segments),
-                    max_message_bytes=limits,
                 )
             )
         self.home = {agent: replay_of(self.config, self.agents, agent) for agent in self.learning}
@@ -134,11 +131,9 @@ class ActorService(Service):
         """Follows the newest weights of every agent that learns."""
         self.weights = {agent: WeightsState(agent) for agent in self.learning}
         self.broadcasts = BroadcastListener(
-            self.context,
-            self.loop,
+            self.network,
             self.config.endpoints.broadcast,
             run=self.params.run,
-            max_message_bytes=self.config.limits.max_message_bytes,
             on_weights=self._on_weights,
             agents=self.learning,
         )

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zmq
 
 from services.param_server.broadcasts import Broadcast, BroadcastEncoder
 from services.param_server.checkpoints import CheckpointStore
@@ -27,12 +26,15 @@ from services.param_server.permits import Permits
 from services.param_server.progress import Progress
 from services.param_server.roster import Roster
 from services.param_server.rounds import RoundGate
+from services.param_server.run_config import keep_config
 from services.param_server.run_state import RunBook
 from services.param_server.spec_book import SpecBook
 from services.param_server.versions import VersionStore
 from shared.config import Config
 from shared.errors import Refused
+from shared.health_socket import Health, open_health_socket
 from shared.links.broadcast import NOTICES, STATUS, Broadcaster, weights_topic
+from shared.links.network import Network
 from shared.links.requests import Incoming, OnIncoming, RequestReceiver
 from shared.logs import get_logger
 from shared.loop import Loop
@@ -103,6 +105,7 @@ class ParamServer:
         settings = config.param_server
         params = run_dir / "params"
         self.lock = own(params / "service.lock")
+        keep_config(run_dir, config)
         self.run_book = RunBook(
             params / "run.json",
             minutes=config.run.minutes,
@@ -126,13 +129,14 @@ class ParamServer:
         self.forwards = 0
         self.draining_since = self.started
         self.counters: Counter[str] = Counter()
-        self.context: zmq.Context[Any] = zmq.Context()
         self.loop = Loop()
         self.loop.stop_on_signals()
+        self.network = Network.of(config, self.loop)
         self._open_links()
+        health_socket = config.run.health_socket
+        self.health_socket = open_health_socket(self.loop, health_socket, self.health)
 
     def _open_links(self) -> None:
-        limit = self.config.limits.max_message_bytes
         endpoints, run = self.config.endpoints, self.run_book.run_id
         handlers: dict[str, OnIncoming] = {
             "hello": self.on_hello,
@@ -155,12 +159,8 @@ class ParamServer:
             "error_reply": self.on_control_reply,
             "status_request": self.on_status_request,
         }
-        self.broadcaster = Broadcaster(
-            self.context, self.loop, endpoints.broadcast, run=run, max_message_bytes=limit
-        )
-        self.requests = RequestReceiver(
-            self.context, self.loop, endpoints.params, handlers, name="param_server", max_message_bytes=limit
-        )
+        self.broadcaster = Broadcaster(self.network, endpoints.broadcast, run=run)
+        self.requests = RequestReceiver(self.network, endpoints.params, handlers, name="param_server")
         self.requests.run = run
 
     def run(self) -> None:
@@ -175,13 +175,19 @@ class ParamServer:
         finally:
             self.close()
 
+    def health(self) -> Health:
+        """How it is, for whoever runs its container: it is ready as long as it answers."""
+        return Health(True, f"ready; the run is {self.run_book.state}")
+
     def close(self) -> None:
+        if self.health_socket is not None:
+            self.health_socket.close()
         self.requests.close()
         self.broadcaster.close()
         self.progress.close()
         os.close(self.lock)
+        self.network.close()
         self.loop.close()
-        self.context.destroy(linger=0)
 
     # --- the run ----------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 import argparse
 import sys
+from pathlib import Path
 
-from services.replay.service import ReplayService
-from shared.entry import main
+from services.replay.kernel_cache import lay_out_kernels
+from shared.config import Config
+from shared.entry import Runnable, main
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,13 +16,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def build(config: Config, run_dir: Path, options: argparse.Namespace) -> Runnable:
+    """The service, with kernels that are compiled already where possible."""
+    lay_out_kernels()
+    from services.replay.service import ReplayService  # noqa: PLC0415 - this is when kernels are loaded
+
+    return ReplayService(config, run_dir, options.instance, options.number)
+
+
 if __name__ == "__main__":
     sys.exit(
         main(
             "replay",
             "Keeps the agents' experience in memory-mapped files and serves prioritized batches. It waits "
             "for the parameter server and for an actor that registers the agents' specs.",
-            lambda config, run_dir, options: ReplayService(config, run_dir, options.instance, options.number),
+            build,
             add_arguments,
         )
     )

@@ -200,7 +200,7 @@ class ReplayService(Service):
 
     def _open_links(self) -> None:
         endpoints = self.config.endpoints.replay[self.number]
-        limit, run = self.config.limits.max_message_bytes, self.params.run
+        run = self.params.run
         handlers: dict[str, OnIncoming] = {
             "stream_report": self.on_stream_report,
             "sample_request": self.on_sample_request,
@@ -211,19 +211,15 @@ class ReplayService(Service):
             "ledger_request": self.on_ledger_request,
         }
         self.requests = RequestReceiver(
-            self.context,
-            self.loop,
+            self.network,
             endpoints.requests,
             handlers,
             name="replay",
-            max_message_bytes=limit,
             send_buffer_bytes=self.config.limits.send_buffer_bytes,
         )
         self.requests.run = run
         self.snapshots.requests = self.requests
-        self.segments = SegmentReceiver(
-            self.context, self.loop, endpoints.segments, self.on_segment, run=run, max_message_bytes=limit
-        )
+        self.segments = SegmentReceiver(self.network, endpoints.segments, self.on_segment, run=run)
 
     @property
     def _known_path(self) -> Path:

@@ -19,6 +19,7 @@ from shared.config.sections import (
     ReplayConfig,
     RunConfig,
     Section,
+    SecurityConfig,
     WorldConfig,
 )
 from shared.specs import AGENT_ID_PATTERN
@@ -39,6 +40,7 @@ class Config(Section):
     param_server: ParamServerConfig = ParamServerConfig()
     endpoints: Endpoints = Endpoints()
     limits: LimitsConfig = LimitsConfig()
+    security: SecurityConfig = SecurityConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:

@@ -30,6 +30,11 @@ class RunConfig(Section):
     """Lockstep and sequential: how often the whole run is copied, to go back to if a process dies."""
     eval_episodes: Annotated[int, Field(ge=0)] = 300
     """Greedy epochs played at the end for `eval_return`; 0 plays none."""
+    stay: bool = False
+    """A service that finds the run finished waits until it is resumed, instead of leaving: for containers,
+    which are started again whenever they end."""
+    health_socket: str = ""
+    """Where a service answers `python -m shared.health`: the path of a unix socket; empty: nowhere."""
 
 
 class WorldConfig(Section):
@@ -178,6 +183,17 @@ class Endpoints(Section):
     replay: tuple[ReplayEndpoints, ...] = (ReplayEndpoints(),)
     params: str = "tcp://127.0.0.1:5703"
     broadcast: str = "tcp://127.0.0.1:5704"
+    listen_on: str = ""
+    """The address on which services listen; empty: the one in their endpoint. 0.0.0.0 where endpoints name
+    hosts, as between containers. Beyond this machine it needs security.keys."""
+
+
+class SecurityConfig(Section):
+    """Who may speak with the services."""
+
+    keys: str = ""
+    """The directory of the run's keys (`rookery keys make DIR`). With keys every connection is encrypted, and
+    whoever has none gets nothing in or out; empty: no keys, and services listen on this machine alone."""
 
 
 class LimitsConfig(Section):

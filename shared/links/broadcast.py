@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import zmq
 
 from shared.codec import Received, decode, encode
 from shared.errors import BadMessage
 from shared.layout import Arrays
-from shared.links.sockets import ConnectionWatch, make_socket
+from shared.links.network import ConnectionWatch, Network
 from shared.logs import get_logger
-from shared.loop import Loop
 from shared.messages import Message, RunNotice, RunStatus, Weights
 
 log = get_logger()
@@ -38,16 +36,14 @@ def weights_topic(agent: str) -> bytes:
 class Broadcaster:
     """The parameter server's end."""
 
-    def __init__(
-        self, context: zmq.Context[Any], loop: Loop, endpoint: str, *, run: str, max_message_bytes: int
-    ) -> None:
+    def __init__(self, network: Network, endpoint: str, *, run: str) -> None:
         self.counters: Counter[str] = Counter()
         self._run = run
-        self._loop = loop
-        self._socket = make_socket(context, zmq.PUB, queue=QUEUE, max_message_bytes=max_message_bytes)
-        self._socket.bind(endpoint)
+        self._loop = network.loop
+        self._socket = network.socket(zmq.PUB, queue=QUEUE)
+        network.bind(self._socket, endpoint)
         self._watch = ConnectionWatch(self._socket, "broadcast", self.counters)
-        loop.on_readable(self._watch.socket, self._watch.receive)
+        self._loop.on_readable(self._watch.socket, self._watch.receive)
 
     def send(self, topic: bytes, message: Message, arrays: Arrays | None = None) -> None:
         frames = encode(message, arrays, self._run)
@@ -64,12 +60,10 @@ class BroadcastListener:
 
     def __init__(
         self,
-        context: zmq.Context[Any],
-        loop: Loop,
+        network: Network,
         endpoint: str,
         *,
         run: str,
-        max_message_bytes: int,
         on_notice: Callable[[RunNotice], None] | None = None,
         on_status: Callable[[RunStatus], None] | None = None,
         on_weights: Callable[[Weights, Arrays], None] | None = None,
@@ -77,9 +71,9 @@ class BroadcastListener:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._run = run
-        self._loop = loop
+        self._loop = network.loop
         self._on_notice, self._on_status, self._on_weights = on_notice, on_status, on_weights
-        self._socket = make_socket(context, zmq.SUB, queue=QUEUE, max_message_bytes=max_message_bytes)
+        self._socket = network.socket(zmq.SUB, queue=QUEUE)
         topics = [weights_topic(agent) for agent in agents]
         if on_notice:
             topics.append(NOTICES)
@@ -87,8 +81,8 @@ class BroadcastListener:
             topics.append(STATUS)
         for topic in topics:
             self._socket.setsockopt(zmq.SUBSCRIBE, topic)
-        self._socket.connect(endpoint)
-        loop.on_readable(self._socket, self.receive)
+        network.connect(self._socket, endpoint)
+        self._loop.on_readable(self._socket, self.receive)
 
     def receive(self) -> None:
         """Drains the queue. Of several weights for one agent only the newest is handed on."""

@@ -19,9 +19,8 @@ import zmq
 from shared.codec import Received, decode, encode
 from shared.errors import BadMessage, PeerSilent, Refused, RookeryError, StaleToken
 from shared.layout import Arrays
-from shared.links.sockets import ConnectionWatch, make_socket
+from shared.links.network import ConnectionWatch, Network
 from shared.logs import get_logger
-from shared.loop import Loop
 from shared.messages import ErrorReply, Hello, Message, Reply, Request
 
 log = get_logger()
@@ -47,21 +46,19 @@ class _Pending:
 class RequestSender:
     """The asking end. `ask` never blocks; answers arrive through callbacks during the loop's turns."""
 
-    def __init__(
-        self, context: zmq.Context[Any], loop: Loop, endpoint: str, *, identity: str, max_message_bytes: int
-    ) -> None:
+    def __init__(self, network: Network, endpoint: str, *, identity: str) -> None:
         self.endpoint = endpoint
         self.run = ""
         self.volunteered: dict[str, OnReply] = {}  # by kind: what to do with messages nobody asked for
         self.counters: Counter[str] = Counter()
-        self._loop = loop
-        self._socket = make_socket(context, zmq.DEALER, queue=QUEUE, max_message_bytes=max_message_bytes)
+        self._loop = network.loop
+        self._socket = network.socket(zmq.DEALER, queue=QUEUE)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
-        self._socket.connect(endpoint)
+        network.connect(self._socket, endpoint)
         self._pending: dict[int, _Pending] = {}
         self._next_request = 1
-        loop.on_readable(self._socket, self.receive)
-        self._repeats = loop.every(0.25, self._repeat_and_expire)
+        self._loop.on_readable(self._socket, self.receive)
+        self._repeats = self._loop.every(0.25, self._repeat_and_expire)
 
     def ask(
         self,
@@ -195,30 +192,28 @@ class RequestReceiver:
 
     def __init__(
         self,
-        context: zmq.Context[Any],
-        loop: Loop,
+        network: Network,
         endpoint: str,
         handlers: Mapping[str, OnIncoming],
         *,
         name: str,
-        max_message_bytes: int,
         send_buffer_bytes: int = 0,  # 0: the system chooses
     ) -> None:
         self.run = ""
         self.counters: Counter[str] = Counter()
         self._handlers = handlers
         self._name = name
-        self._loop = loop
-        self._socket = make_socket(context, zmq.ROUTER, queue=QUEUE, max_message_bytes=max_message_bytes)
+        self._loop = network.loop
+        self._socket = network.socket(zmq.ROUTER, queue=QUEUE)
         if send_buffer_bytes:
             self._socket.setsockopt(zmq.SNDBUF, send_buffer_bytes)
         # Without these a restarted peer with the same identity is refused, and unroutable answers vanish.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(endpoint)
+        network.bind(self._socket, endpoint)
         self._watch = ConnectionWatch(self._socket, name, self.counters)
-        loop.on_readable(self._socket, self.receive)
-        loop.on_readable(self._watch.socket, self._watch.receive)
+        self._loop.on_readable(self._socket, self.receive)
+        self._loop.on_readable(self._watch.socket, self._watch.receive)
 
     def receive(self) -> None:
         """Takes what has arrived, up to a bound, and dispatches it."""

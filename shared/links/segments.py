@@ -16,9 +16,8 @@ import zmq
 from shared.codec import decode, encode
 from shared.errors import BadMessage
 from shared.layout import Arrays
-from shared.links.sockets import ConnectionWatch, make_socket
+from shared.links.network import ConnectionWatch, Network
 from shared.logs import get_logger
-from shared.loop import Loop
 from shared.messages import Segment
 
 log = get_logger()
@@ -32,21 +31,12 @@ OnSegment = Callable[[Segment, Arrays], None]
 class SegmentSender:
     """The actor's end."""
 
-    def __init__(
-        self,
-        context: zmq.Context[Any],
-        loop: Loop,
-        endpoint: str,
-        *,
-        run: str,
-        queue: int,
-        max_message_bytes: int,
-    ) -> None:
+    def __init__(self, network: Network, endpoint: str, *, run: str, queue: int) -> None:
         self._run = run
-        self._loop = loop
-        self._socket = make_socket(context, zmq.PUSH, queue=queue, max_message_bytes=max_message_bytes)
+        self._loop = network.loop
+        self._socket = network.socket(zmq.PUSH, queue=queue)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.connect(endpoint)
+        network.connect(self._socket, endpoint)
 
     def send(self, segment: Segment, arrays: Arrays) -> bool:
         """Queues a segment. False: the queue is full or nobody is there; the loop wakes when that changes."""
@@ -66,27 +56,16 @@ class SegmentSender:
 class SegmentReceiver:
     """Replay's end. There is nobody to answer here: what is bad is counted, logged and dropped."""
 
-    def __init__(
-        self,
-        context: zmq.Context[Any],
-        loop: Loop,
-        endpoint: str,
-        on_segment: OnSegment,
-        *,
-        run: str,
-        max_message_bytes: int,
-    ) -> None:
+    def __init__(self, network: Network, endpoint: str, on_segment: OnSegment, *, run: str) -> None:
         self.counters: Counter[str] = Counter()
         self._on_segment = on_segment
         self._run = run
-        self._loop = loop
-        self._socket = make_socket(
-            context, zmq.PULL, queue=RECEIVE_QUEUE, max_message_bytes=max_message_bytes
-        )
-        self._socket.bind(endpoint)
+        self._loop = network.loop
+        self._socket = network.socket(zmq.PULL, queue=RECEIVE_QUEUE)
+        network.bind(self._socket, endpoint)
         self._watch = ConnectionWatch(self._socket, "segments", self.counters)
-        loop.on_readable(self._socket, self.receive)
-        loop.on_readable(self._watch.socket, self._watch.receive)
+        self._loop.on_readable(self._socket, self.receive)
+        self._loop.on_readable(self._watch.socket, self._watch.receive)
 
     def receive(self) -> None:
         """Takes what has arrived, up to a bound, so that samples are served in between."""

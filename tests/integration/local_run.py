@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-import zmq
 
 from rookery.client import RunClient
 from rookery.run_directory import create_run
@@ -24,6 +23,7 @@ from services.replay.streams import Streams
 from shared.codec import segment_checksum
 from shared.config import Config, load_config
 from shared.errors import RookeryError
+from shared.links.network import Network
 from shared.links.requests import RequestSender
 from shared.loop import Loop
 from shared.messages import (
@@ -364,8 +364,8 @@ class Peer:
     def __init__(self, config: Config, incarnation: str = "") -> None:
         self.config = config
         self.incarnation = incarnation or uuid.uuid4().hex
-        self.context: zmq.Context[Any] = zmq.Context()
         self.loop = Loop()
+        self.network = Network.of(config, self.loop)
         self.links: dict[str, RequestSender] = {}
         self.run = ""
 
@@ -375,8 +375,8 @@ class Peer:
         return self
 
     def __exit__(self, *_exception: object) -> None:
+        self.network.close()
         self.loop.close()
-        self.context.destroy(linger=0)
 
     def ask(self, request: Request, endpoint: str, arrays: Any = None, timeout_s: float = 15.0) -> Any:
         """The answer, or the error that the refusal is."""
@@ -384,12 +384,6 @@ class Peer:
 
     def link(self, endpoint: str) -> RequestSender:
         if endpoint not in self.links:
-            self.links[endpoint] = RequestSender(
-                self.context,
-                self.loop,
-                endpoint,
-                identity=self.incarnation,
-                max_message_bytes=self.config.limits.max_message_bytes,
-            )
+            self.links[endpoint] = RequestSender(self.network, endpoint, identity=self.incarnation)
         self.links[endpoint].run = self.run
         return self.links[endpoint]

@@ -1,6 +1,6 @@
 """The ledger of a run: replay's counts, and what only the parameter server heard of."""
 
-from rookery.launcher import add_up
+from rookery.ledger import add_up
 from shared.messages import Ledger
 
 CLEAN, KILLED = "a" * 32, "b" * 32

@@ -15,6 +15,7 @@ from shared.codec import Received, encode
 from shared.errors import BadMessage, PeerSilent, Refused, RookeryError, SpecMismatch, StaleToken
 from shared.layout import Array, Arrays
 from shared.links.broadcast import NOTICES, Broadcaster, BroadcastListener, weights_topic
+from shared.links.network import Network
 from shared.links.requests import Incoming, RequestReceiver, RequestSender
 from shared.links.segments import SegmentReceiver, SegmentSender
 from shared.loop import Loop
@@ -55,8 +56,14 @@ class Wiring:
 
     def __init__(self) -> None:
         self.loop = Loop()
-        self.context: zmq.Context[Any] = zmq.Context()
+        self.networks: dict[int, Network] = {}  # by their limit on messages
+        self.context = self.network().context
         self._kept: list[Any] = []  # a socket must be closed before it is forgotten
+
+    def network(self, limit: int = LIMIT) -> Network:
+        if limit not in self.networks:
+            self.networks[limit] = Network(self.loop, max_message_bytes=limit)
+        return self.networks[limit]
 
     def raw(self, kind: int) -> zmq.Socket[bytes]:
         self._kept.append(self.context.socket(kind))
@@ -64,47 +71,31 @@ class Wiring:
 
     def receiver(self, handlers: Handlers, endpoint: str = "", limit: int = LIMIT) -> RequestReceiver:
         receiver = RequestReceiver(
-            self.context,
-            self.loop,
-            endpoint or "tcp://127.0.0.1:*",
-            handlers,
-            name="desk",
-            max_message_bytes=limit,
+            self.network(limit), endpoint or "tcp://127.0.0.1:*", handlers, name="desk"
         )
         receiver.run = RUN
         return receiver
 
     def sender(self, endpoint: str, identity: str = "peer", run: str = RUN) -> RequestSender:
-        sender = RequestSender(self.context, self.loop, endpoint, identity=identity, max_message_bytes=LIMIT)
+        sender = RequestSender(self.network(), endpoint, identity=identity)
         sender.run = run
         return sender
 
     def segment_receiver(
         self, on_segment: Callable[[Segment, Arrays], None], endpoint: str = "", limit: int = LIMIT
     ) -> SegmentReceiver:
-        return SegmentReceiver(
-            self.context,
-            self.loop,
-            endpoint or "tcp://127.0.0.1:*",
-            on_segment,
-            run=RUN,
-            max_message_bytes=limit,
-        )
+        return SegmentReceiver(self.network(limit), endpoint or "tcp://127.0.0.1:*", on_segment, run=RUN)
 
     def segment_sender(self, endpoint: str, queue: int = 10, run: str = RUN) -> SegmentSender:
-        sender = SegmentSender(
-            self.context, self.loop, endpoint, run=run, queue=queue, max_message_bytes=LIMIT
-        )
+        sender = SegmentSender(self.network(), endpoint, run=run, queue=queue)
         self._kept.append(sender)
         return sender
 
     def broadcaster(self, endpoint: str = "tcp://127.0.0.1:*", run: str = RUN) -> Broadcaster:
-        return Broadcaster(self.context, self.loop, endpoint, run=run, max_message_bytes=LIMIT)
+        return Broadcaster(self.network(), endpoint, run=run)
 
     def listener(self, endpoint: str, **callbacks: Any) -> BroadcastListener:
-        return BroadcastListener(
-            self.context, self.loop, endpoint, run=RUN, max_message_bytes=LIMIT, **callbacks
-        )
+        return BroadcastListener(self.network(), endpoint, run=RUN, **callbacks)
 
     def until(self, condition: Callable[[], bool]) -> None:
         assert self.loop.turn_until(condition, WAIT_S), "this did not happen in time"
@@ -129,8 +120,9 @@ class Wiring:
         self.until(try_once)
 
     def close(self) -> None:
+        for network in self.networks.values():
+            network.close()
         self.loop.close()
-        self.context.destroy(linger=0)
 
 
 @pytest.fixture
