@@ -84,7 +84,25 @@ class Network:
         socket.connect(endpoint)
 
     def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        """Listens; where it may not or cannot, the socket is closed."""
         address = listening_address(endpoint, self._listen_on)
+        try:
+            self._guard(socket, address)
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            socket.close()
+            if error.errno != errno.ENODEV:
+                raise
+            raise ConfigError(
+                f"{address} is not an address of this machine; set endpoints.listen_on to one, "
+                "or to 0.0.0.0 for all of them"
+            ) from None
+        except ConfigError:
+            socket.close()
+            raise
+
+    def _guard(self, socket: zmq.Socket[bytes], address: str) -> None:
+        """Before it listens: only members may come, or only this machine."""
         if self._keys is not None:
             if self._doorkeeper is None:  # without one, libzmq would let every key in
                 self._doorkeeper = Doorkeeper(self.context, self.loop, self._keys)
@@ -95,15 +113,6 @@ class Network:
                 f"{address} can be reached from other machines, and there are no keys; make some with "
                 "`rookery keys make DIR` and set security.keys to DIR"
             )
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            if error.errno != errno.ENODEV:
-                raise
-            raise ConfigError(
-                f"{address} is not an address of this machine; set endpoints.listen_on to one, "
-                "or to 0.0.0.0 for all of them"
-            ) from None
 
     def close(self) -> None:
         if self._doorkeeper is not None:
