@@ -7,7 +7,7 @@ BENCH := .venv-bench
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test test-fast test-swarm lint types bench-replay bench-learner soak-replay clean
+.PHONY: help setup train test test-fast test-stack test-swarm lint types bench-replay bench-learner soak-replay clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -29,11 +29,16 @@ train: $(READY) ## train 3 agents in treasure hunt for two minutes (ARGS="--seed
 test: lint types $(READY) ## lint, types, unit tests, integration tests (no Docker)
 	$(BIN)/pytest -q tests -m 'not stack and not swarm'
 
-test-swarm: $(READY) ## a swarm of several nodes on this machine; needs a Docker engine (privileged containers)
-	$(BIN)/pytest -q tests/swarm
-
 test-fast: $(READY) ## unit tests only
 	$(BIN)/pytest -q tests -m 'not integration and not stack and not swarm'
+
+test-stack: $(READY) ## tests in containers; says what is missing where there is no Docker with Compose
+	@$(BIN)/python -m rookery.testing.engine
+	$(BIN)/pytest -q tests/stack
+
+test-swarm: $(READY) ## tests on a swarm of several nodes, all on this machine; needs privileged containers
+	@$(BIN)/python -m rookery.testing.engine
+	$(BIN)/pytest -q tests/swarm
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check .

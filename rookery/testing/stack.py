@@ -80,14 +80,18 @@ class Stack:
 
         Healthy is: running, and well by its health check if it has one; or ended with 0, not to be restarted.
         """
+        deadline = time.monotonic() + deadline_s
+        self.start(deadline_s)
+        wait_until_well(self.containers, max(0.0, deadline - time.monotonic()), may_have_finished=True)
+
+    def start(self, deadline_s: float = HEALTHY_S) -> None:
+        """Creates and starts everything, and waits for no more than `depends_on` does."""
         sweep(self._client)
         lifetime.begins(self.project, self.remove)
-        deadline = time.monotonic() + deadline_s
         try:
             self._compose.call("up", "--detach", "--quiet-pull", "--no-recreate", deadline_s=deadline_s)
         except (ComposeFailed, Overdue) as error:  # Compose itself waits where `depends_on` asks for health
             raise self._explained(error) from None
-        wait_until_well(self.containers, max(0.0, deadline - time.monotonic()), may_have_finished=True)
 
     def scale(self, deadline_s: float = HEALTHY_S, /, **services: int) -> None:
         """Makes it this many containers of each of these services, the new ones healthy; touches no other.

@@ -14,10 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outer_engine import CommandFailed, docker, ownership, pipe, remove_all, wait_for
+import docker as docker_sdk
+from docker_command import CommandFailed, docker, pipe, wait_for
+
+from rookery.testing import lifetime
+from rookery.testing.compose import OWNER_LABEL
+from rookery.testing.owner import Owner
+from rookery.testing.removal import PROJECT_LABEL, remove_everything, sweep
 
 NODE_IMAGE = "rookery-swarm-node"
-CLUSTER_LABEL = "rookery.swarm-test.cluster"
 START_S = 60.0
 LOAD_S = 600.0
 TASKS_S = 180.0
@@ -63,14 +68,19 @@ class Task:
 
 
 class Cluster:
-    """A swarm; use it in a `with` or call `remove()`."""
+    """A swarm; use it in a `with` or call `remove()`. It does not outlive the process that made it.
+
+    To the engine it is a project like any stack of containers for tests, and is removed and swept as one.
+    """
 
     def __init__(self) -> None:
         self.name = f"rookery-swarm-{secrets.token_hex(4)}"
         self.nodes: list[Node] = []
         self._made = 0
-        self._labels = ["--label", ownership(), "--label", f"{CLUSTER_LABEL}={self.name}"]
+        labels = {PROJECT_LABEL: self.name, OWNER_LABEL: Owner.this_process().label}
+        self._labels = [word for key, value in labels.items() for word in ("--label", f"{key}={value}")]
         self._network_prefix = ""
+        self._client = docker_sdk.from_env()
 
     def __enter__(self) -> Cluster:
         return self
@@ -82,6 +92,8 @@ class Cluster:
 
     def start(self, nodes: int, images: Sequence[str] = ()) -> None:
         """Makes the swarm; every node gets these images."""
+        sweep(self._client)
+        lifetime.begins(self.name, self.remove)
         docker("build", "--quiet", "--tag", NODE_IMAGE, str(Path(__file__).parent), timeout_s=LOAD_S)
         self._make_network()
         for _ in range(nodes):
@@ -187,7 +199,11 @@ class Cluster:
         return {name: status.lower() for name, status in map(str.split, listed.splitlines())}
 
     def remove(self) -> None:
-        remove_all(f"{CLUSTER_LABEL}={self.name}")
+        """All of it, whatever state it is in."""
+        with lifetime.uninterrupted(f"removing {self.name}"):
+            remove_everything(self._client, self.name)
+            lifetime.ended(self.name)
+            self._client.close()
 
     # --- stacks -----------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,20 +10,20 @@ import pytest
 sys.path.append(str(Path(__file__).parent))  # last: other directories have a conftest of their own
 
 from cluster import Cluster, MakeCluster
-from outer_engine import sweep_leftovers
+
+from rookery.testing.engine import in_ci, what_is_missing
 
 
 @pytest.fixture(scope="module")
 def make_cluster() -> Iterator[MakeCluster]:
-    """Makes swarms; none outlives the module, and those of test runs that were killed are swept first."""
-    sweep_leftovers()
-    clusters: list[Cluster] = []
+    """Makes swarms; none outlives the module."""
+    if missing := what_is_missing():
+        (pytest.fail if in_ci() else pytest.skip)(missing)
+    with ExitStack() as removals:
 
-    def make(nodes: int, images: Sequence[str] = ()) -> Cluster:
-        clusters.append(Cluster())
-        clusters[-1].start(nodes, images)
-        return clusters[-1]
+        def make(nodes: int, images: Sequence[str] = ()) -> Cluster:
+            cluster = removals.enter_context(Cluster())
+            cluster.start(nodes, images)
+            return cluster
 
-    yield make
-    for cluster in clusters:
-        cluster.remove()
+        yield make

@@ -5,11 +5,15 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
+import docker as docker_sdk
 import pytest
 from cluster import Cluster, MakeCluster
-from outer_engine import CommandFailed, docker, sweep_leftovers
+from docker_command import CommandFailed, docker
+
+from rookery.testing.removal import sweep
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
@@ -93,7 +97,8 @@ def test_that_waits_for_ever(make_cluster):
 
 def start_python(*arguments: str) -> subprocess.Popen[str]:
     """A process that can import what is beside this file."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parents[1]}"}
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, *arguments], env=environment, stdin=pipe, stdout=pipe, text=True)
 
@@ -112,14 +117,16 @@ def belongings(cluster_name: str) -> list[str]:
 def test_what_a_killed_owner_left_is_swept_and_nothing_else(cluster: Cluster) -> None:
     """Containers, networks and volumes of a test run that was killed are gone after the next one's start."""
     ours = belongings(cluster.name)
-    with start_python("-c", OWNER) as owner:
+    client = docker_sdk.from_env()
+    with closing(client), start_python("-c", OWNER) as owner:
         assert owner.stdout is not None
         name = owner.stdout.readline().strip()
-        sweep_leftovers()
+        sweep(client)
         assert len(belongings(name)) == 3, "swept although its owner lives"
         owner.kill()
-    assert len(belongings(name)) == 3
-    sweep_leftovers()
+        owner.wait()
+        assert len(belongings(name)) == 3
+        assert name in sweep(client)
     assert not belongings(name)
     assert belongings(cluster.name) == ours
 

@@ -1,24 +1,15 @@
-"""The machine's own Docker engine, by its command line, and what the tests put there: labelled and swept.
-
-Everything that is made gets a label that names the process that owns it. A test run that was killed cannot
-clean up; the next one finds what belongs to no living process and removes it.
-"""
+"""The `docker` command of this machine, with deadlines and errors that tell everything it said."""
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import psutil
-
 Value = TypeVar("Value")
 
 COMMAND_S = 120.0
-OWNER_LABEL = "rookery.swarm-test.owner"
-CLOCK_STEP_S = 5.0  # a time of birth moves a little when the clock is set
 
 
 class CommandFailed(AssertionError):
@@ -39,8 +30,6 @@ def docker(
             timeout=timeout_s,
             start_new_session=True,
         )
-    except FileNotFoundError:
-        raise CommandFailed("there is no docker command here; these tests need a Docker engine") from None
     except subprocess.TimeoutExpired as error:
         said = _text(error.stdout) + _text(error.stderr)
         raise CommandFailed(f"no end within {timeout_s:.0f} s: {' '.join(command)}\n{said}") from None
@@ -96,61 +85,6 @@ def wait_for(
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:.0f} s: {what} (last: {value!r})\n{explain()}")
         time.sleep(every_s)
-
-
-# --- who owns what ------------------------------------------------------------------------------------------
-
-
-def ownership() -> str:
-    """The label of what this process makes. A pid may come again; with its time of birth it does not."""
-    return f"{OWNER_LABEL}={_name_of(psutil.Process())}"
-
-
-def sweep_leftovers() -> list[str]:
-    """Removes what dead owners left on this engine; returns their names."""
-    owners = {_owner_of(kind, name) for kind in _KINDS for name in _labelled(kind, OWNER_LABEL)}
-    dead = [owner for owner in owners if not _lives(owner)]
-    for owner in dead:
-        remove_all(f"{OWNER_LABEL}={owner}")
-    return dead
-
-
-def remove_all(label: str) -> None:
-    """Every container, network and volume with this label, whatever state it is in."""
-    for container in _labelled("container", label):
-        docker("rm", "--force", "--volumes", container)
-    for network in _labelled("network", label):
-        docker("network", "rm", network)
-    for volume in _labelled("volume", label):
-        docker("volume", "rm", "--force", volume)
-
-
-_KINDS = ("container", "network", "volume")
-
-
-def _labelled(kind: str, label: str) -> list[str]:
-    everything = ["--all"] if kind == "container" else []
-    return docker(kind, "ls", *everything, "--quiet", "--filter", f"label={label}").split()
-
-
-def _owner_of(kind: str, name: str) -> str:
-    labels = ".Config.Labels" if kind == "container" else ".Labels"
-    return docker(kind, "inspect", name, "--format", f'{{{{index {labels} "{OWNER_LABEL}"}}}}').strip()
-
-
-def _name_of(process: psutil.Process) -> str:
-    return f"{socket.gethostname()}/{process.pid}/{process.create_time():.0f}"
-
-
-def _lives(owner: str) -> bool:
-    """Of another machine nothing is known: its things stay."""
-    host, pid, born = owner.split("/")
-    if host != socket.gethostname():
-        return True
-    try:
-        return abs(psutil.Process(int(pid)).create_time() - float(born)) < CLOCK_STEP_S
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _text(output: bytes | None) -> str:
