@@ -174,6 +174,9 @@ class Cluster:
         options = [word for pair in pairs for word in ("--label-add", pair)]
         self.manager.docker("node", "update", *options, node.name)
 
+    def unlabel(self, node: Node, label: str) -> None:
+        self.manager.docker("node", "update", "--label-rm", label, node.name)
+
     def take_away(self, node: Node) -> None:
         """The machine is gone without a word; returns when the swarm has noticed."""
         docker("kill", "--signal", "KILL", node.container)
@@ -184,6 +187,11 @@ class Cluster:
         docker("start", node.container)
         self._wait_for_engine(node)
         self.wait_until_seen(node, "ready")
+
+    def reboot(self, node: Node) -> None:
+        """A short power cut; also for the manager, without which the swarm cannot notice anything."""
+        docker("kill", "--signal", "KILL", node.container)
+        self.bring_back(node)
 
     def wait_until_seen(self, node: Node, state: str) -> None:
         """Until the manager says that the node is `ready` or `down`."""
@@ -232,10 +240,9 @@ class Cluster:
         containers = ["container", "ls", "--all", "--quiet"]
         containers += ["--filter", f"label=com.docker.stack.namespace={name}"]
         self.manager.docker("stack", "rm", name)
-        down = [node for node, state in self._node_states().items() if state != "ready"]
-        up = [node for node in self.nodes if node.name not in down]
+        living = self.living_nodes()
         wait_for(
-            lambda: not any(node.docker(*containers).split() for node in up),
+            lambda: not any(node.docker(*containers).split() for node in living),
             f"the containers of stack {name} are gone",
             TASKS_S,
         )
@@ -302,9 +309,23 @@ class Cluster:
         return self.node(task.node).docker("exec", task.container, *command, timeout_s=timeout_s)
 
     def logs(self, service: str, lines: int = 200) -> str:
-        """The last lines of each of the service's containers; those on lost nodes cannot be asked."""
-        logs = ("exec", self.manager.container, "docker", "service", "logs", "--tail", str(lines), service)
-        return docker(*logs, text_of_both=True, timeout_s=30.0)
+        """The last lines of each of the service's containers, stopped ones too, on nodes that can be asked.
+
+        (`docker service logs` fails as a whole when one of the nodes is lost.)
+        """
+        of_service = ["--all", "--quiet", "--filter", f"label=com.docker.swarm.service.name={service}"]
+        said = [
+            docker(
+                "exec", node.container, "docker", "logs", "--tail", str(lines), container, text_of_both=True
+            )
+            for node in self.living_nodes()
+            for container in node.docker("container", "ls", *of_service).split()
+        ]
+        return "".join(said)
+
+    def living_nodes(self) -> list[Node]:
+        states = self._node_states()
+        return [node for node in self.nodes if states[node.name] == "ready"]
 
 
 MakeCluster = Callable[..., Cluster]
