@@ -7,7 +7,7 @@ BENCH := .venv-bench
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test test-fast test-stack lint types bench-replay bench-learner soak-replay clean
+.PHONY: help setup train test test-fast test-stack test-swarm lint types bench-replay bench-learner soak-replay clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -35,6 +35,10 @@ test-fast: $(READY) ## unit tests only
 test-stack: $(READY) ## tests in containers; says what is missing where there is no Docker with Compose
 	@$(BIN)/python -m rookery.testing.engine
 	$(BIN)/pytest -q tests/stack
+
+test-swarm: $(READY) ## tests on a swarm of several nodes, all on this machine; needs privileged containers
+	@$(BIN)/python -m rookery.testing.engine
+	$(BIN)/pytest -q tests/swarm
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check .
