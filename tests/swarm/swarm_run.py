@@ -1,4 +1,4 @@
-"""A training run on a swarm, as its operator sees it: deployed from deploy/, asked with `rookery` commands."""
+"""A training run on a swarm, as its operator sees it: deployed from deploy/."""
 
 from __future__ import annotations
 
