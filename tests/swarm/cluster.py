@@ -287,13 +287,15 @@ class Cluster:
     def wait_until_runs(self, service: str, replicas: int, timeout_s: float = TASKS_S) -> list[Task]:
         """Until so many tasks run, healthy if the service has a health check, and none on a lost node."""
 
-        def all_run() -> list[Task]:
+        def all_run() -> tuple[list[Task]] | None:
             running = self.running(service)
-            return running if len(running) == replicas else []
+            return (running,) if len(running) == replicas else None
 
-        return wait_for(
+        found = wait_for(
             all_run, f"{replicas} of {service} run", timeout_s, explain=lambda: self.describe(service)
         )
+        assert found is not None
+        return found[0]
 
     def describe(self, service: str) -> str:
         """For whoever reads a failed test's report."""
@@ -314,10 +316,9 @@ class Cluster:
         (`docker service logs` fails as a whole when one of the nodes is lost.)
         """
         of_service = ["--all", "--quiet", "--filter", f"label=com.docker.swarm.service.name={service}"]
+        tail = ("docker", "logs", "--tail", str(lines))
         said = [
-            docker(
-                "exec", node.container, "docker", "logs", "--tail", str(lines), container, text_of_both=True
-            )
+            docker("exec", node.container, *tail, container, text_of_both=True)
             for node in self.living_nodes()
             for container in node.docker("container", "ls", *of_service).split()
         ]

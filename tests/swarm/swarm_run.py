@@ -1,4 +1,4 @@
-"""A training run on a swarm, as its operator sees it: deployed from deploy/."""
+"""A training run on a swarm, as its operator sees it: deployed from deploy/, asked with `rookery`."""
 
 from __future__ import annotations
 
@@ -79,16 +79,20 @@ class SwarmRun:
         assert found is not None
         return found
 
-    def ledger_at_rest(self) -> dict[str, int]:
-        """Every step that was ever played, asked while the run pauses and nothing is on its way."""
+    def final_ledger(self) -> dict[str, int]:
+        """Every step ever played, asked after all actors have ended on purpose. Then they come back."""
 
         def nothing_moves() -> dict[str, int] | None:
             ledger: dict[str, int] = json.loads(self.rookery("ledger", "--json"))
             return None if ledger["in_flight"] else ledger
 
-        self.rookery("pause")
+        actor = f"{STACK}_actor"
+        actors = len(self.cluster.running(actor))
+        self.cluster.scale(actor, 0)
+        self.cluster.wait_until_runs(actor, 0)
         ledger = wait_for(nothing_moves, "all steps have arrived", PROGRESS_S, explain=self.describe)
-        self.rookery("resume")
+        self.cluster.scale(actor, actors)
+        self.cluster.wait_until_runs(actor, actors)
         assert ledger is not None
         return ledger
 

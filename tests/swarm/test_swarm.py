@@ -71,7 +71,7 @@ def test_services_train_on_machines_that_their_labels_allow(run: SwarmRun, clust
     first = run.wait_until_trains()
     later = run.wait_until_trains(first, "it goes on training")
     assert hosts_of(later, "learner") == {"node-2", "node-3"}, "the status says where a learner is"
-    ledger = run.ledger_at_rest()
+    ledger = run.final_ledger()
     assert_nothing_is_lost(ledger)
     assert ledger["abandoned"] == 0
 
@@ -98,7 +98,7 @@ def test_actors_spread_to_a_new_machine_and_survive_its_loss(run: SwarmRun, clus
     after = run.wait_until_trains(at_loss, "it trains without the lost machine")
     tokens = {agent: own.token for agent, own in at_loss.agents.items()}
     assert {agent: own.token for agent, own in after.agents.items()} == tokens, "a learner was disturbed"
-    assert_nothing_is_lost(run.ledger_at_rest())
+    assert_nothing_is_lost(run.final_ledger())
     cluster.scale(f"{STACK}_actor", 3)
     cluster.wait_until_runs(f"{STACK}_actor", 3)
 
@@ -124,7 +124,7 @@ def test_a_learner_of_a_lost_machine_goes_on_elsewhere_from_its_checkpoint(
     resumed = [said for said in run.events("learner", "learning") if said["agent"] == agent][-1]
     assert resumed["token"] > before.agents[agent].token
     assert resumed["updates"] >= before.agents[agent].updates > 0
-    assert_nothing_is_lost(run.ledger_at_rest())
+    assert_nothing_is_lost(run.final_ledger())
     cluster.bring_back(lost)
 
 
@@ -134,7 +134,7 @@ def test_the_machine_with_the_state_comes_back_and_the_run_goes_on(run: SwarmRun
     cluster.reboot(cluster.manager)
     after = run.wait_until_trains(before, "it trains after the power cut")
     assert after.run_id == before.run_id
-    assert_nothing_is_lost(run.ledger_at_rest())
+    assert_nothing_is_lost(run.final_ledger())
 
 
 def test_replay_on_another_machine_begins_empty_and_the_run_goes_on(run: SwarmRun, cluster: Cluster) -> None:
@@ -151,6 +151,6 @@ def test_replay_on_another_machine_begins_empty_and_the_run_goes_on(run: SwarmRu
     assert {said["steps"] for said in run.events("replay", "buffer open")[-2:]} == {0}
     after = run.wait_until_trains(before, "it trains with new experience")
     assert after.run_id == before.run_id
-    ledger = run.ledger_at_rest()
+    ledger = run.final_ledger()
     assert_nothing_is_lost(ledger)
     assert ledger["abandoned"] > before.agent_steps // 2, "what lay on the other machine is counted"
