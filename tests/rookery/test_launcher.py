@@ -32,8 +32,8 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     monkeypatch.setattr(made, "_drain", count)
     yield made
     made.processes.end(0.0)
+    made.network.close()
     made.loop.close()
-    made.context.destroy(linger=0)
 
 
 def status(state: RunState = "running", epochs: int = 0) -> RunStatus:
