@@ -86,6 +86,14 @@ class RunClient:
             except PeerSilent:
                 raise PeerSilent(f"{replay.instance} does not answer; try again when it runs") from None
 
+    def newest_snapshot(self) -> int:
+        """The highest number that any replay service has; 0: there is none."""
+        stats = self.replay_stats()
+        if None in stats:
+            silent = f"replay-{stats.index(None)} does not answer"
+            raise PeerSilent(f"{silent}: there can be no snapshot of the whole run")
+        return max((each.newest_snapshot for each in stats if each is not None), default=0)
+
     def take_snapshot(self, number: int, timeout_s: float) -> list[SnapshotTaken]:
         """Of every replay service that keeps agents, one after the other, under one number."""
         agents = self.config.learning_agents

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rookery.arguments import add_run_argument
 from rookery.client import RunClient
 from rookery.run_directory import RunDirectory, open_run
 from services.replay import snapshot_files
@@ -34,7 +35,7 @@ def add_replay_command(commands: Any) -> None:
         help="snapshots of a run's experience, and the pace of training",
         description="Takes and restores snapshots of all buffers, and changes how often a step is drawn.",
     )
-    replay.add_argument("run", type=Path, metavar="RUN")
+    add_run_argument(replay)
     actions = replay.add_subparsers(required=True, metavar="ACTION")
     _add_snapshot(actions)
     _add_restore(actions)
@@ -112,12 +113,13 @@ def snapshot_command(options: argparse.Namespace) -> int:
         )
     run = open_run(options.run)
     root = snapshot_files.root_of(run.replay)
-    number = max(snapshot_files.numbers(root), default=0) + 1
     with RunClient(run.config()) as client:
+        # Replay's disk may be on another machine, and may have been seen by nobody here.
+        number = max(client.newest_snapshot(), *snapshot_files.numbers(root), 0) + 1
         parts = client.take_snapshot(number, options.timeout)
     steps = {agent: count for part in parts for agent, count in part.steps.items()}
     size_mb = sum(part.size_bytes for part in parts) / 1e6
-    print(f"snapshot {number}: {_listed(steps)}; {size_mb:,.1f} MB in {root / str(number)}")
+    print(f"snapshot {number}: {_listed(steps)}; {size_mb:,.1f} MB in {root / str(number)}, on replay's disk")
     return 0
 
 

@@ -221,18 +221,19 @@ class BufferStats(Part):
 
 
 class ReplayStats(Reply):
-    """All buffers of one replay service, and what it had to refuse, by reason."""
+    """All buffers of one replay service, what it had to refuse, by reason, and its newest snapshot."""
 
     kind: Literal["replay_stats"] = "replay_stats"
     buffers: dict[AgentId, BufferStats]
     counters: dict[str, int]
+    newest_snapshot: Count  # 0: none
 
 
 class SnapshotOrder(Request):
     """Take a snapshot of all buffers as they are now, under this number. Held until it is on the disk.
 
-    The asker chooses the number, above all that exist: given to every replay service, it makes one snapshot
-    of the run. A number that was taken already is answered again.
+    The asker chooses the number, above all that exist (`ReplayStats.newest_snapshot`): given to every replay
+    service, it makes one snapshot of the run. A number that was taken already is answered again.
     """
 
     kind: Literal["snapshot_order"] = "snapshot_order"

@@ -490,9 +490,13 @@ class ReplayService(Service):
         counters = self.counters + self.requests.counters + self.segments.counters
         for desk in self.desks.values():
             counters.update(desk.buffer.counters())
-        self.requests.reply(
-            incoming.peer, ReplayStats(request=message.request, buffers=buffers, counters=dict(counters))
+        stats = ReplayStats(
+            request=message.request,
+            buffers=buffers,
+            counters=dict(counters),
+            newest_snapshot=self.snapshots.newest(),
         )
+        self.requests.reply(incoming.peer, stats)
 
     def _buffer_stats(self, desk: AgentDesk, now: float) -> BufferStats:
         self._note_blocked(desk, now)

@@ -81,6 +81,10 @@ class SnapshotDesk:
             reason = f"snapshot {order.message.number} is not on the disk yet"
             self.requests.refuse(order.peer, order.message, Refused("deadline", reason))
 
+    def newest(self) -> int:
+        """The highest number of which this service has anything on its disk; 0: it has no snapshot."""
+        return max((known for known in snapshot_files.numbers(self._root) if self._begun(known)), default=0)
+
     def end(self) -> None:
         """The service ends, and with it what was begun."""
         if self._snapshot is not None:
@@ -92,7 +96,7 @@ class SnapshotDesk:
 
     def _taken(self, number: int) -> dict[str, Manifest] | None:
         """What is on the disk under this number; None: nothing yet. Refuses one that can no longer be."""
-        newest = max((known for known in snapshot_files.numbers(self._root) if self._begun(known)), default=0)
+        newest = self.newest()
         if number > newest:
             return None
         try:

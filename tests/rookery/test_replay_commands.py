@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -281,6 +282,27 @@ def test_replay_commands_on_a_living_run_do_what_they_say(
     assert answer["replay"][0]["buffers"]["agent_1"]["limiter"]["samples_per_insert"] == 2.5
     assert answer["snapshots"] == {"2": "", "1": ""}
     assert cli.main(["replay", path, "restore"]) == 2
+
+
+def test_snapshot_is_a_new_one_where_nobody_sees_replays_disk(
+    living: RunDirectory, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On several machines the command runs beside the parameter server, and replay has a disk of its own."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    shutil.copy(living.path / "config.yaml", elsewhere)
+    for number in (1, 2):
+        assert cli.main(["replay", str(elsewhere), "snapshot"]) == 0
+        assert f"snapshot {number}: agent_0 0 steps" in capsys.readouterr().out
+    assert sorted(path.name for path in (living.replay / "snapshots").iterdir()) == ["1", "2"]
+
+
+def test_replay_command_takes_the_run_that_the_environment_names(
+    living: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it does in a container."""
+    monkeypatch.setenv("ROOKERY_RUN__DIR", str(living.path))
+    assert cli.main(["replay", "stats", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["replay"][0]["buffers"]) == {"agent_0", "agent_1"}
 
 
 def test_snapshot_ordered_again_is_answered_from_the_disk(living: RunDirectory) -> None:

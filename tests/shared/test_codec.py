@@ -140,7 +140,7 @@ ONE_OF_EACH: list[Message] = [
     PhaseRequest(token=TOKEN, round=4),
     PhaseGrant(round=4, draws=2**40),
     ReplayStatsRequest(),
-    ReplayStats(buffers={"agent_0": BUFFER}, counters={"gaps": 3}),
+    ReplayStats(buffers={"agent_0": BUFFER}, counters={"gaps": 3}, newest_snapshot=2),
     SnapshotOrder(number=2, deadline_s=600.0),
     SnapshotTaken(number=2, steps={"agent_0": 5}, size_bytes=2**40),
     LedgerRequest(closing=True),
