@@ -237,18 +237,33 @@ class Cluster:
 
     def remove_stack(self, name: str) -> None:
         """`docker stack rm`, until its containers are gone. Volumes stay."""
-        containers = ["container", "ls", "--all", "--quiet"]
-        containers += ["--filter", f"label=com.docker.stack.namespace={name}"]
         self.manager.docker("stack", "rm", name)
-        living = self.living_nodes()
-        wait_for(
-            lambda: not any(node.docker(*containers).split() for node in living),
-            f"the containers of stack {name} are gone",
-            TASKS_S,
-        )
+        self._wait_until_gone("--all", "--filter", f"label=com.docker.stack.namespace={name}")
 
     def scale(self, service: str, replicas: int) -> None:
         self.manager.docker("service", "scale", "--detach", f"{service}={replicas}")
+
+    def stop(self, service: str) -> None:
+        """Scales it to none, until all of it has ended."""
+        self.scale(service, 0)
+        self._wait_until_gone("--filter", f"label=com.docker.swarm.service.name={service}")
+
+    def _wait_until_gone(self, *options: str) -> None:
+        living = self.living_nodes()
+        wait_for(
+            lambda: not any(node.docker("container", "ls", "--quiet", *options).split() for node in living),
+            f"no node has containers any more with {' '.join(options)}",
+            TASKS_S,
+        )
+
+    def copy_volume(self, volume: str, image: str, source: Node, target: Node) -> None:
+        """Everything in it, as somebody does who moves a service with its data."""
+
+        def tar(node: Node, *arguments: str) -> list[str]:
+            within = ["docker", "run", "--rm", "--interactive", "--volume", f"{volume}:/data", image]
+            return ["exec", "--interactive", node.container, *within, "tar", "-C", "/data", *arguments]
+
+        pipe(tar(source, "-c", "."), tar(target, "-x"), LOAD_S)
 
     # --- questions --------------------------------------------------------------------------------------
 

@@ -88,8 +88,7 @@ class SwarmRun:
 
         actor = f"{STACK}_actor"
         actors = len(self.cluster.running(actor))
-        self.cluster.scale(actor, 0)
-        self.cluster.wait_until_runs(actor, 0)
+        self.cluster.stop(actor)
         ledger = wait_for(nothing_moves, "all steps have arrived", PROGRESS_S, explain=self.describe)
         self.cluster.scale(actor, actors)
         self.cluster.wait_until_runs(actor, actors)

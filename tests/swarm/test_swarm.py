@@ -137,17 +137,38 @@ def test_the_machine_with_the_state_comes_back_and_the_run_goes_on(run: SwarmRun
     assert_nothing_is_lost(run.final_ledger())
 
 
-def test_replay_on_another_machine_begins_empty_and_the_run_goes_on(run: SwarmRun, cluster: Cluster) -> None:
-    """What is left when replay's machine does not come back: experience is gone, what was learned is not."""
-    before = run.wait_until_trains()
-    cluster.unlabel(cluster.node("node-1"), "rookery.replay")
-    cluster.label(cluster.node("node-2"), rookery__replay="true")
+def test_replay_moves_to_another_machine_with_all_it_has(run: SwarmRun, cluster: Cluster) -> None:
+    """As docs/swarm.md says it is done: nothing is lost, and nothing abandoned."""
+    old, new = cluster.node("node-1"), cluster.node("node-2")
+    before, abandoned = run.wait_until_trains(), run.final_ledger()["abandoned"]
+    cluster.stop(f"{STACK}_replay")
+    cluster.copy_volume(f"{STACK}_replay", IMAGE, old, new)
+    cluster.unlabel(old, "rookery.replay")
+    cluster.label(new, rookery__replay="true")
+    cluster.scale(f"{STACK}_replay", 1)
+    wait_until_replay_is_on(new.name, run)
+    assert all(said["steps"] > 0 for said in run.events("replay", "buffer open")[-2:])
+    run.wait_until_trains(before, "it trains with the experience it had")
+    ledger = run.final_ledger()
+    assert_nothing_is_lost(ledger)
+    assert ledger["abandoned"] == abandoned
+
+
+def wait_until_replay_is_on(node: str, run: SwarmRun) -> None:
     wait_for(
-        lambda: cluster.places(f"{STACK}_replay") == ["node-2"],
-        "replay runs on node-2",
+        lambda: run.cluster.places(f"{STACK}_replay") == [node],
+        f"replay runs on {node}",
         PROGRESS_S,
         explain=run.describe,
     )
+
+
+def test_replay_on_another_machine_begins_empty_and_the_run_goes_on(run: SwarmRun, cluster: Cluster) -> None:
+    """What is left when replay's machine does not come back: experience is gone, what was learned is not."""
+    before = run.wait_until_trains()
+    cluster.unlabel(cluster.node("node-2"), "rookery.replay")
+    cluster.label(cluster.node("node-3"), rookery__replay="true")
+    wait_until_replay_is_on("node-3", run)
     assert {said["steps"] for said in run.events("replay", "buffer open")[-2:]} == {0}
     after = run.wait_until_trains(before, "it trains with new experience")
     assert after.run_id == before.run_id
