@@ -41,7 +41,7 @@ def has_trained(run: LocalRun, updates: int) -> RunStatus | None:
     if status is None or "agent_0" not in status.agents or status.agents["agent_0"].updates < updates:
         return None
     metrics = service_named(status, "learner-0").metrics
-    return status if WORKERS <= set(metrics) else None  # each says something once it has trained
+    return status if set(metrics) >= WORKERS else None  # each says something once it has trained
 
 
 def newest_checkpoint(run: LocalRun):
