@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
+from waiting import wait_for
 
 from rookery.client import RunClient
 from rookery.run_directory import create_run
@@ -59,22 +59,6 @@ SMALL = [
     f"param_server.lease_s={LEASE_S}",
     "param_server.heartbeat_s=0.3",
 ]
-
-Value = TypeVar("Value")
-
-
-def wait_for(
-    condition: Callable[[], Value], what: str, timeout_s: float = PATIENCE_S, every_s: float = 0.1
-) -> Value:
-    """The condition's first true value; fails with `what` and the last value when time is over."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = condition()
-        if value:
-            return value
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s} s: {what} (last: {value!r})")
-        time.sleep(every_s)
 
 
 def settings_of(values: dict[str, Any]) -> list[str]:

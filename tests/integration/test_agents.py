@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from conftest import MakeRun
-from local_run import LocalRun, Peer, assert_journal_equals_ring, service_named, wait_for
+from local_run import LocalRun, Peer, assert_journal_equals_ring, service_named
+from waiting import wait_for
 
 from rookery.client import RunClient
 from rookery.run_directory import RunDirectory

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import zmq
 from conftest import MakeRun
-from local_run import LocalRun, Peer, assert_journal_equals_ring, end, wait_for
+from local_run import LocalRun, Peer, assert_journal_equals_ring, end
+from waiting import wait_for
 
 from shared.codec import encode, segment_checksum
 from shared.layout import pack

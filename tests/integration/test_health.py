@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from conftest import MakeRun
-from local_run import START_S, LocalRun, end, wait_for
+from local_run import START_S, LocalRun, end
+from waiting import wait_for
 
 from rookery.client import RunClient
 

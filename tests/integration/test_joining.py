@@ -4,7 +4,8 @@ import json
 
 import pytest
 from conftest import MakeRun
-from local_run import START_S, LocalRun, Peer, assert_journal_equals_ring, end, service_named, wait_for
+from local_run import START_S, LocalRun, Peer, assert_journal_equals_ring, end, service_named
+from waiting import wait_for
 
 from shared.messages import LeaseRequest, Release
 

@@ -7,7 +7,8 @@ import zlib
 import numpy as np
 import pytest
 from conftest import MakeRun
-from local_run import LEASE_S, PATIENCE_S, LocalRun, Peer, wait_for
+from local_run import LEASE_S, PATIENCE_S, LocalRun, Peer
+from waiting import wait_for
 
 from rookery.run_directory import RunDirectory
 from shared.errors import Refused, StaleToken

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from conftest import MakeRun
-from local_run import LocalRun, wait_for
+from local_run import LocalRun
 from safetensors.numpy import load_file
+from waiting import wait_for
 
 pytestmark = pytest.mark.integration
 

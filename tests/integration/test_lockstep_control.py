@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from conftest import MakeRun
-from local_run import LocalRun, wait_for
+from local_run import LocalRun
 from test_lockstep import ROUNDS, assert_same_run, train
+from waiting import wait_for
 
 pytestmark = pytest.mark.integration
 

@@ -11,8 +11,9 @@ import numpy as np
 import psutil
 import pytest
 from conftest import MakeRun
-from local_run import LEASE_S, LocalRun, StoredRows, settings_of, wait_for
+from local_run import LEASE_S, LocalRun, StoredRows, settings_of
 from safetensors.numpy import load_file
+from waiting import wait_for
 
 from rookery.run_directory import RunDirectory, create_run
 from rookery.sequential import SequentialRun

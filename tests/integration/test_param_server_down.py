@@ -5,7 +5,8 @@ import time
 
 import pytest
 from conftest import MakeRun
-from local_run import LEASE_S, LocalRun, Peer, end, wait_for
+from local_run import LEASE_S, LocalRun, Peer, end
+from waiting import wait_for
 
 from shared.messages import ReplayStats, ReplayStatsRequest
 

@@ -7,7 +7,8 @@ import psutil
 import pytest
 import torch
 from conftest import MakeRun
-from local_run import LocalRun, StoredRows, assert_journal_equals_ring, service_named, wait_for
+from local_run import LocalRun, StoredRows, assert_journal_equals_ring, service_named
+from waiting import wait_for
 
 from rookery.run_directory import RunDirectory
 from services.replay.ring import incarnation_words

@@ -7,7 +7,8 @@ import json
 import psutil
 import pytest
 from conftest import MakeRun
-from local_run import LocalRun, assert_journal_equals_ring, wait_for
+from local_run import LocalRun, assert_journal_equals_ring
+from waiting import wait_for
 
 pytestmark = pytest.mark.integration
 

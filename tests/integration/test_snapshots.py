@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from conftest import MakeRun
-from local_run import LocalRun, wait_for
+from local_run import LocalRun
+from waiting import wait_for
 
 pytestmark = pytest.mark.integration
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 from conftest import MakeRun
-from local_run import PATIENCE_S, assert_journal_equals_ring, service_named, wait_for
+from local_run import PATIENCE_S, assert_journal_equals_ring, service_named
+from waiting import wait_for
 
 from rookery.client import RunClient
 from shared.messages import RunStatus

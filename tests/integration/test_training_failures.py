@@ -8,7 +8,8 @@ import failing_algorithms
 import numpy as np
 import pytest
 from conftest import MakeRun
-from local_run import LocalRun, service_named, wait_for
+from local_run import LocalRun, service_named
+from waiting import wait_for
 
 from rookery.run_directory import RunDirectory
 from shared.messages import RunStatus

@@ -2,7 +2,8 @@
 
 import pytest
 from conftest import MakeRun
-from local_run import PATIENCE_S, LocalRun, service_named, wait_for
+from local_run import PATIENCE_S, LocalRun, service_named
+from waiting import wait_for
 
 from services.learner.checkpoint import unpack
 from shared.messages import RunStatus

@@ -13,9 +13,11 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import docker as docker_sdk
-from docker_command import CommandFailed, docker, pipe, wait_for
+from docker_command import CommandFailed, docker, pipe
+from waiting import wait_for
 
 from rookery.testing import lifetime
 from rookery.testing.compose import OWNER_LABEL
@@ -269,9 +271,6 @@ class Cluster:
 
     def tasks(self, service: str) -> list[Task]:
         """All of them, old ones too, by slot."""
-        ids = self.manager.docker("service", "ps", "--quiet", "--no-trunc", service).split()
-        if not ids:
-            return []
         names = self._node_names()
         found = [
             Task(
@@ -284,9 +283,21 @@ class Cluster:
                 container=own["Status"].get("ContainerStatus", {}).get("ContainerID", ""),
                 image=own["Spec"]["ContainerSpec"]["Image"],
             )
-            for own in json.loads(self.manager.docker("inspect", "--type", "task", *ids))
+            for own in self._inspect_tasks(service)
         ]
         return sorted(found, key=lambda task: task.slot)
+
+    def _inspect_tasks(self, service: str) -> list[dict[str, Any]]:
+        """The swarm forgets old tasks at any time; one that went after it was listed means to list again."""
+        while True:
+            ids = self.manager.docker("service", "ps", "--quiet", "--no-trunc", service).split()
+            if not ids:
+                return []
+            try:
+                return json.loads(self.manager.docker("inspect", "--type", "task", *ids))
+            except CommandFailed as error:
+                if "No such task" not in str(error):
+                    raise
 
     def _node_names(self) -> dict[str, str]:
         listed = self.manager.docker("node", "ls", "--format", "{{.ID}} {{.Hostname}}")

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
-
-Value = TypeVar("Value")
+from collections.abc import Sequence
 
 COMMAND_S = 120.0
 
@@ -67,24 +63,6 @@ def pipe(source: Sequence[str], target: Sequence[str], timeout_s: float) -> None
     if codes != (0, 0):
         commands = f"docker {' '.join(source)} | docker {' '.join(target)}"
         raise CommandFailed(f"exit codes {codes}: {commands}\n{said}")
-
-
-def wait_for(
-    condition: Callable[[], Value],
-    what: str,
-    timeout_s: float,
-    explain: Callable[[], str] = str,
-    every_s: float = 0.5,
-) -> Value:
-    """The condition's first true value; fails with what was waited for, the last value and an explanation."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = condition()
-        if value:
-            return value
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:.0f} s: {what} (last: {value!r})\n{explain()}")
-        time.sleep(every_s)
 
 
 def _text(output: bytes | None) -> str:

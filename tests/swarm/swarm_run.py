@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster
-from docker_command import CommandFailed, docker, wait_for
+from docker_command import CommandFailed, docker
+from waiting import wait_for
 
 from shared.messages import RunStatus
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 import yaml
 from cluster import Cluster, MakeCluster
-from docker_command import docker, wait_for
+from docker_command import docker
 from swarm_run import PROGRESS_S, ROOT, STACK, SwarmRun, make_keys
+from waiting import wait_for
 
 from shared.messages import RunStatus
 

@@ -11,14 +11,20 @@ PATIENCE_S = 60.0
 
 
 def wait_for(
-    condition: Callable[[], Value], what: str, timeout_s: float = PATIENCE_S, every_s: float = 0.1
+    condition: Callable[[], Value],
+    what: str,
+    timeout_s: float = PATIENCE_S,
+    every_s: float = 0.1,
+    explain: Callable[[], str] = str,
 ) -> Value:
-    """The condition's first true value; fails with `what` and the last value when time is over."""
+    """The condition's first true value; fails with what was waited for, the last value and an explanation."""
     deadline = time.monotonic() + timeout_s
     while True:
         value = condition()
         if value:
             return value
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s} s: {what} (last: {value!r})")
+            raise AssertionError(
+                f"not within {timeout_s:g} s: {what} (last: {value!r})\n{explain()}".rstrip()
+            )
         time.sleep(every_s)
