@@ -96,9 +96,9 @@ def test_that_waits_for_ever(make_cluster):
 
 
 def start_python(*arguments: str) -> subprocess.Popen[str]:
-    """A process that can import what is beside this file."""
+    """A process that can import what is beside this file and above it."""
     here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parents[1]}"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [here, *here.parents[:2]]))}
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, *arguments], env=environment, stdin=pipe, stdout=pipe, text=True)
 
