@@ -38,6 +38,10 @@ class StaleToken(Refused):
         super().__init__("stale_token", reason)
 
 
+class NoTray(RookeryError):
+    """Memory that a learner lent cannot be used from here. The batch travels through the socket."""
+
+
 class PeerSilent(RookeryError):
     """A peer did not answer before the deadline. Try again later, or check that it runs."""
 

@@ -144,6 +144,14 @@ class StreamMarks(Reply):
 # --- batches: learner <-> replay --------------------------------------------------------------------------
 
 
+class Tray(Part):
+    """Memory of a learner's own where replay may put one batch: shared/links/trays.py."""
+
+    pid: Annotated[int, Field(ge=0, lt=2**31)]
+    descriptor: Annotated[int, Field(ge=0, lt=2**31)]
+    name: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # never used twice
+
+
 class SampleRequest(Request):
     """Draw number `draw` of this agent, held by replay until it can be served."""
 
@@ -152,6 +160,7 @@ class SampleRequest(Request):
     draw: Count
     batch_size: Annotated[int, Field(ge=1, le=65_536)]
     beta: Annotated[float, Field(ge=0.0, le=1.0)]
+    tray: Tray | None = None  # in the first sending alone, never in its repeats
 
 
 class Batch(Reply):
@@ -160,6 +169,8 @@ class Batch(Reply):
     kind: Literal["batch"] = "batch"
     token: Token
     draw: Count
+    on_tray: Annotated[str, Field(max_length=200_000)] = ""  # `arrays` of what lies on the request's tray
+    no_tray: Text = ""  # why that tray could not be used
 
 
 class PriorityUpdate(Message):

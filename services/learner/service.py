@@ -14,6 +14,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -31,6 +32,7 @@ from shared.config import Config
 from shared.errors import ConfigError, PeerSilent, Refused, RookeryError, StaleToken, Stuck, TrainingFailed
 from shared.layout import ALIGNMENT_BYTES, Array, Arrays
 from shared.links.requests import refusal
+from shared.links.trays import LentTray, TrayLender
 from shared.logs import get_logger
 from shared.messages import (
     Batch,
@@ -50,6 +52,7 @@ from shared.service import Service
 
 log = get_logger()
 
+WITHOUT_TRAY = MappingProxyType({"tray": None})
 SAMPLE_TIMEOUT_S = 10.0
 SAMPLE_RETRY_S = 1.5  # a restarted replay has forgotten held requests; one that holds it ignores the repeat
 REFUSED_PAUSE_S = 1.0
@@ -97,6 +100,11 @@ class LearnerService(Service):
         )
         self.replay.run = self.params.run
         parallel = self.config.parallel
+        self.trays = TrayLender(
+            # One for each batch that is asked for, waits or is trained on, and a few that are being let go.
+            self.settings.prefetch + 2 * self.settings.workers + 2,
+            enabled=self.config.replay.shared_memory and parallel.mode != "lockstep",
+        )
         self.permit = Permit(self.params, self.token, limited=parallel.training_at_once is not None)
         if parallel.mode == "lockstep":
             self.rounds = LearnerRounds(self.replay, self.token, self._publish)
@@ -281,26 +289,42 @@ class LearnerService(Service):
         assert self.token is not None
         _draw, rows = self.unsent or (0, None)
         self.unsent = None
+        lent = self.trays.lend()
         self.replay.ask(
             SampleRequest(
                 token=self.token,
                 draw=draw,
                 batch_size=self.settings.batch_size,
                 beta=beta_at(self.settings.priority, draw),
+                tray=None if lent is None else lent.tray,
             ),
             rows,
-            on_reply=self._on_batch,
-            on_failure=lambda error: self._on_no_batch(draw, error),
+            on_reply=lambda received: self._on_batch(received, lent),
+            on_failure=lambda error: self._on_no_batch(draw, error, lent),
             timeout_s=SAMPLE_TIMEOUT_S,
             retry_s=SAMPLE_RETRY_S,
+            once=WITHOUT_TRAY,
         )
 
-    def _on_batch(self, received: Received) -> None:
+    def _on_batch(self, received: Received, lent: LentTray | None) -> None:
         batch = expect(received.message, Batch)
         self.in_flight -= 1
-        self.batches.append((batch.draw, received.arrays))
+        self.batches.append((batch.draw, self._rows_of(batch, received, lent)))
 
-    def _on_no_batch(self, draw: int, error: RookeryError) -> None:
+    def _rows_of(self, batch: Batch, received: Received, lent: LentTray | None) -> Arrays:
+        """Where they came: on the tray that was lent for them, or through the socket."""
+        if lent is not None and batch.on_tray:
+            return self.trays.take_back(lent, batch.on_tray)
+        if lent is not None:
+            self.trays.leave(lent)
+        if batch.no_tray:
+            self.trays.give_up(batch.no_tray)
+        self.trays.note_size(received.arrays)
+        return received.arrays
+
+    def _on_no_batch(self, draw: int, error: RookeryError, lent: LentTray | None) -> None:
+        if lent is not None:
+            self.trays.leave(lent)
         if isinstance(error, StaleToken) or lost_its_place(error):
             raise error
         if isinstance(error, Refused) and error.code != "deadline":
@@ -420,6 +444,7 @@ class LearnerService(Service):
             self.watchdog.stop()
         if self.ready:
             self.trainer.stop(CLOSE_S)
+            self.trays.close()
         super().close()
 
     def _end_updates(self) -> None:
@@ -443,6 +468,7 @@ class LearnerService(Service):
             "version": float(self.version),
             "beta": beta_at(self.settings.priority, self.next_draw),
             "checkpoints": float(self.uploader.completed),
+            "tray_batches": float(self.trays.batches),
             "repeats": float(self.replay.counters["repeats"] + self.params.counters["repeats"]),
         }
         return own | self.trainer.metrics() | self.figures.take()

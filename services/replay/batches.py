@@ -16,7 +16,7 @@ from services.replay import kernels
 from services.replay.recycler import Recycler
 from services.replay.ring import Ring
 from shared.errors import Refused
-from shared.layout import ALIGNMENT_BYTES, Layout, Packed, layout_of
+from shared.layout import ALIGNMENT_BYTES, Block, Layout, Packed, layout_of
 
 PASSED_ON = ("action", "control", "version")  # columns of a step that a batch has as they are
 COMPUTED: dict[str, np.dtype[Any]] = {
@@ -40,9 +40,11 @@ class BatchMaker:
         self._layout_of_size = lru_cache(maxsize=16)(self._layout)
         self._recycler = Recycler()
 
-    def empty(self, size: int) -> tuple[Packed, int]:
-        """The arrays of a batch with any contents, and the address of their block."""
+    def empty(self, size: int, tray: Block | None = None) -> tuple[Packed, int]:
+        """The arrays of a batch with any contents, and the address of their block: the tray, if it fits."""
         layout = self._layout_of_size(size)
+        if tray is not None and tray.nbytes >= layout.nbytes:
+            return Packed(layout, tray), tray.ctypes.data
         block, address = self._recycler.block(layout.nbytes)
         return Packed(layout, block), address
 

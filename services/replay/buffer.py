@@ -25,7 +25,7 @@ from services.replay.streams import Streams
 from services.replay.sum_tree import Leaves, SumTree
 from shared.codec import pack_segment, segment_checksum
 from shared.errors import Refused, SpecMismatch, StaleToken
-from shared.layout import MAX_BYTES, Arrays, Packed
+from shared.layout import MAX_BYTES, Arrays, Block, Packed
 from shared.messages import Segment
 from shared.specs import AgentSpec
 
@@ -154,13 +154,18 @@ class AgentBuffer:
 
     # --- drawing ------------------------------------------------------------------------------------------
 
-    def draw(self, draw_index: int, batch_size: int, beta: float, *, count: bool = True) -> Packed:
-        """Draw number `draw_index`: a stratified batch. `count` is false when it was served before."""
+    def draw(
+        self, draw_index: int, batch_size: int, beta: float, *, count: bool = True, tray: Block | None = None
+    ) -> Packed:
+        """Draw number `draw_index`: a stratified batch, on the tray if it fits there (its block says so).
+
+        `count` is false when it was served before.
+        """
         if not self.drawable_steps:
             raise Refused(
                 "empty", f"the buffer of {self.agent!r} has no steps to draw; wait until can_sample"
             )
-        batch, address = self._batches.empty(batch_size)
+        batch, address = self._batches.empty(batch_size, tray)
         targets = np.empty(batch_size)
         kernels.stratified_targets(self._key, draw_index, self._tree.total, targets)
         smallest = self._tree.draw(targets, batch["index"], batch["weight"])

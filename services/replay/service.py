@@ -28,10 +28,11 @@ from services.replay.opening import in_rounds, open_buffer, tolerance_samples
 from services.replay.rounds import RoundBuffer
 from services.replay.snapshot_desk import SnapshotDesk
 from shared.config import Config
-from shared.errors import BadMessage, ConfigError, Refused
-from shared.layout import Array, Arrays
+from shared.errors import BadMessage, ConfigError, NoTray, Refused
+from shared.layout import Array, Arrays, Block
 from shared.links.requests import Incoming, OnIncoming, RequestReceiver
 from shared.links.segments import SegmentReceiver
+from shared.links.trays import TrayTable
 from shared.logs import get_logger
 from shared.messages import (
     Batch,
@@ -105,6 +106,7 @@ class AgentDesk:
     """One agent's buffer with everybody who waits at it."""
 
     buffer: AgentBuffer
+    trays: TrayTable  # its learner's
     rounds: RoundBuffer | None = None  # in lockstep: decides what enters and what is drawn
     phases: list[HeldPhase] = field(default_factory=list)
     held: dict[DrawKey, HeldSample] = field(default_factory=dict)  # in the order of their coming
@@ -181,7 +183,7 @@ class ReplayService(Service):
         self._syncs = self.loop.every(self.config.replay.sync_s, self._sync)
 
     def _open_desk(self, agent: str, spec: AgentSpec) -> AgentDesk:
-        desk = AgentDesk(self._open_buffer(agent, spec))
+        desk = AgentDesk(self._open_buffer(agent, spec), TrayTable(self.config.limits.max_message_bytes))
         if self.config.parallel.mode == "lockstep":
             desk.rounds = in_rounds(desk.buffer, self.config)
             desk.rounds.load(self.directory / agent)
@@ -416,20 +418,33 @@ class ReplayService(Service):
         return desk.buffer.limiter.can_sample(message.batch_size)
 
     def _serve_one(self, desk: AgentDesk, sample: HeldSample, repeated: bool) -> None:
-        message = sample.message
+        message, (tray, no_tray) = sample.message, self._tray_of(desk, sample.message)
+        draw, batch_size, beta = message.draw, message.batch_size, message.beta
         try:
             desk.buffer.check_token(message.token.number)  # a newer learner may have come while it was held
             if desk.rounds is not None:
-                arrays = desk.rounds.draw(message.draw, message.batch_size, message.beta)
+                arrays = desk.rounds.draw(draw, batch_size, beta)
             else:
-                arrays = desk.buffer.draw(message.draw, message.batch_size, message.beta, count=not repeated)
+                arrays = desk.buffer.draw(draw, batch_size, beta, count=not repeated, tray=tray)
         except Refused as error:
             self.requests.refuse(sample.peer, message, error)
             return
         desk.remember(sample.key)
         self.counters["batches"] += 1
-        batch = Batch(request=message.request, token=message.token, draw=message.draw)
-        self.requests.reply(sample.peer, batch, arrays)
+        on_tray = arrays.layout.text if arrays.block is tray else ""
+        batch = Batch(
+            request=message.request, token=message.token, draw=draw, on_tray=on_tray, no_tray=no_tray
+        )
+        self.requests.reply(sample.peer, batch, None if on_tray else arrays)
+
+    def _tray_of(self, desk: AgentDesk, message: SampleRequest) -> tuple[Block | None, str]:
+        """The learner's memory for this batch, or why there is none, where it lent some."""
+        if message.tray is None or desk.rounds is not None:
+            return None, ""
+        try:
+            return desk.trays.open(message.tray), ""
+        except NoTray as error:
+            return None, str(error)
 
     def on_priority_update(self, message: PriorityUpdate, incoming: Incoming) -> None:
         desk = self._desk_of(message.token, incoming.peer)
@@ -473,6 +488,7 @@ class ReplayService(Service):
         for agent, desk in self.desks.items():
             if not self._learner_lives(agent, desk, now):
                 desk.absent = True
+                desk.trays.clear()
             lease = notice.learners.get(agent)
             if lease is not None and lease.number:
                 desk.buffer.note_token(lease.number)

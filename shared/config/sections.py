@@ -152,6 +152,9 @@ class ReplayConfig(Section):
     """How far inserts and samples may run apart, in batches of the learner beyond one segment round."""
     sync_s: Positive = 30.0
     """A power cut takes at most the last sync_s seconds; a killed process takes nothing."""
+    shared_memory: bool = True
+    """Learners on replay's own machine get their batches through memory that both have; all others, and with
+    false everybody, through the socket."""
 
 
 class ParamServerConfig(Section):

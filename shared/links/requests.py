@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import zmq
@@ -28,6 +29,8 @@ log = get_logger()
 QUEUE = 1_000  # messages on the way to or from one peer
 MESSAGES_A_TURN = 256  # so that one busy socket cannot starve the others
 
+_NOTHING: Mapping[str, None] = MappingProxyType({})
+
 OnReply = Callable[[Received], None]
 OnFailure = Callable[[RookeryError], None]
 
@@ -41,6 +44,7 @@ class _Pending:
     deadline: float
     retry_s: float
     next_send: float
+    once: Mapping[str, None]
 
 
 class RequestSender:
@@ -69,14 +73,25 @@ class RequestSender:
         on_failure: OnFailure | None = None,
         timeout_s: float = 10.0,
         retry_s: float = 1.0,
+        once: Mapping[str, None] = _NOTHING,
     ) -> int:
-        """Sends a request and repeats it every `retry_s` until it is answered or `timeout_s` is over."""
+        """Sends a request and repeats it every `retry_s` until it is answered or `timeout_s` is over.
+
+        `once` names fields that only the first sending has: repeats go without.
+        """
         number = self._next_request
         self._next_request += 1
         stamped = message.model_copy(update={"request": number, "deadline_s": timeout_s})
         now = time.monotonic()
         pending = _Pending(
-            stamped, arrays, on_reply, on_failure or _log_failure, now + timeout_s, retry_s, now + retry_s
+            stamped,
+            arrays,
+            on_reply,
+            on_failure or _log_failure,
+            now + timeout_s,
+            retry_s,
+            now + retry_s,
+            once,
         )
         self._pending[number] = pending
         self._send(stamped, arrays)
@@ -159,6 +174,8 @@ class RequestSender:
                 pending.on_failure(PeerSilent(f"{self.endpoint} did not answer {kind} in time"))
             elif now >= pending.next_send:
                 pending.next_send = now + pending.retry_s
+                if pending.once:
+                    pending.message, pending.once = pending.message.model_copy(update=pending.once), _NOTHING
                 self.counters["repeats"] += 1
                 self._send(pending.message, pending.arrays)
 
