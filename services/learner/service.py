@@ -77,7 +77,7 @@ class LearnerService(Service):
         self.watchdog: Watchdog | None = None
         self.figures = Figures()
         self.rounds: LearnerRounds | None = None  # in lockstep
-        self.unsent: tuple[int, Arrays] | None = None  # the last draw's new priorities
+        self.unsent: deque[tuple[int, Arrays]] = deque()  # draws with their new priorities, oldest first
 
     # --- start ------------------------------------------------------------------------------------------
 
@@ -100,9 +100,10 @@ class LearnerService(Service):
         )
         self.replay.run = self.params.run
         parallel = self.config.parallel
+        self.burst = 1 if parallel.mode == "lockstep" else max(1, self.settings.prefetch // 2)
         self.trays = TrayLender(
             # One for each batch that is asked for, waits or is trained on, and a few that are being let go.
-            self.settings.prefetch + 2 * self.settings.workers + 2,
+            self.settings.prefetch + self.burst + 2 * self.settings.workers + 2,
             enabled=self.config.replay.shared_memory and parallel.mode != "lockstep",
         )
         self.permit = Permit(self.params, self.token, limited=parallel.training_at_once is not None)
@@ -203,6 +204,7 @@ class LearnerService(Service):
                 self.waiting_for = "a permit to train: others have their turn"
                 return
             draw, arrays = self.batches.popleft()
+            self._request_batches()  # so that the next one travels during the update
             self.trainer.train(draw, arrays if self.rounds is None else aligned(arrays))
 
     def _turn_is_over(self) -> bool:
@@ -253,21 +255,17 @@ class LearnerService(Service):
                 "generation": arrays["generation"],
                 "priority": report.priorities,
             }
-        self._flush_priorities()
-        self.unsent = (draw, rows)
-        if self.rounds is not None:
-            self._flush_priorities()
+        self.unsent.append((draw, rows))
+        self._flush_priorities(keep=0 if self.rounds is not None else self.burst)
 
-    def _flush_priorities(self) -> None:
-        """Sends them in a message of their own; usually they ride on the next request for a batch."""
-        if self.unsent is None:
-            return
+    def _flush_priorities(self, keep: int = 0) -> None:
+        """Sends them in messages of their own; usually they ride on the next requests for batches."""
         assert self.token is not None
-        draw, rows = self.unsent
-        self.unsent = None
-        sent = self.replay.tell(PriorityUpdate(token=self.token, draw=draw), rows)
-        if not sent and self.rounds is not None:
-            raise PeerSilent("replay takes no priorities: a run in lockstep cannot go on without them")
+        while len(self.unsent) > keep:
+            draw, rows = self.unsent.popleft()
+            sent = self.replay.tell(PriorityUpdate(token=self.token, draw=draw), rows)
+            if not sent and self.rounds is not None:
+                raise PeerSilent("replay takes no priorities: a run in lockstep cannot go on without them")
 
     def _on_update_refused(self, received: Received) -> None:
         """In lockstep: without these priorities no other batch comes, and nobody sends them again."""
@@ -276,7 +274,10 @@ class LearnerService(Service):
             raise refusal(message)
 
     def _request_batches(self) -> None:
-        assert self.token is not None
+        """Some at a time: replay is woken, and finds its caches cold, once for all of them."""
+        missing = self.settings.prefetch - self.in_flight - len(self.batches)
+        if missing < self.burst:
+            return
         while self.in_flight + len(self.batches) < self.settings.prefetch and self._may_draw(self.next_draw):
             self._ask_for(self.next_draw)
             self.next_draw += 1
@@ -287,8 +288,7 @@ class LearnerService(Service):
 
     def _ask_for(self, draw: int) -> None:
         assert self.token is not None
-        _draw, rows = self.unsent or (0, None)
-        self.unsent = None
+        rows = self.unsent.popleft()[1] if self.unsent else None
         lent = self.trays.lend()
         self.replay.ask(
             SampleRequest(

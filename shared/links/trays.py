@@ -30,7 +30,7 @@ from shared.messages import Tray
 log = get_logger()
 
 SUPPORTED = sys.platform == "linux" and hasattr(os, "memfd_create")
-MAPPED_TRAYS = 128  # of one agent; its learner has a few more than it has requests in flight
+MAPPED_TRAYS = 64  # of one agent, each with a descriptor; its learner has a few more than requests in flight
 
 
 @dataclass(slots=True)
@@ -141,6 +141,9 @@ class TrayTable:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._mapped: OrderedDict[str, Block] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._mapped)
 
     def open(self, tray: Tray) -> Block:
         """Its memory, or NoTray with the reason."""
