@@ -254,29 +254,33 @@ def service(transport: str, files: Path) -> Iterator[Config]:
 
 
 def measure_one_learner(transport: str, files: Path, rounds: int) -> dict[str, list[float]]:
-    """Answers/s of the service, with and without priorities coming back, and of a bare echo of their size."""
+    """Answers/s of the service, without and with priorities coming back, through shared memory instead of the
+    socket, and of a bare echo of their size."""
     port = free_ports(1)[0]
     bare = f"tcp://127.0.0.1:{port}" if transport == "tcp" else f"ipc://{files}/echo.sock"
-    found: dict[str, list[float]] = {"rookery": [], "rookery, with updates": [], "bare echo": []}
+    names = ("rookery", "rookery, with updates", "rookery, on trays", "bare echo")
+    found: dict[str, list[float]] = {name: [] for name in names}
     with service(transport, files) as config:
         plain = Learner(config, "agent_0", 512, IN_FLIGHT, updates=False)
         updating = Learner(config, "agent_1", 512, IN_FLIGHT, updates=True)
-        for learner in (plain, updating):
+        trays = Learner(config, "agent_2", 512, IN_FLIGHT, updates=False, trays=True)
+        learners = (plain, updating, trays)
+        for learner in learners:
             learner.first_batch(60.0)
         echo = replay_links.start(replay_links.serve_echo, bare, batch_bytes(config))
         client = replay_links.EchoClient(bare, IN_FLIGHT)
-        runs = {"rookery": plain.run, "rookery, with updates": updating.run, "bare echo": client.run}
+        runs = dict(zip(names, (plain.run, updating.run, trays.run, client.run), strict=True))
         try:
             for number in range(rounds + 1):
                 for name, run in runs.items():
                     rate = run(1.0)
-                    for learner in (plain, updating):
+                    for learner in learners:
                         learner.rest()
                     if number:  # the first round warms up
                         found[name].append(rate)
         finally:
             replay_links.end([echo])
-            for each in (plain, updating, client):
+            for each in (*learners, client):
                 each.close()
     return found
 

@@ -29,6 +29,7 @@ from shared.layout import Arrays, Packed
 from shared.links.network import Network
 from shared.links.requests import RequestSender
 from shared.links.segments import SegmentSender
+from shared.links.trays import LentTray, TrayLender
 from shared.loop import Loop
 from shared.messages import (
     Batch,
@@ -195,6 +196,7 @@ class ReplayProcess:
 class Learner:
     """Asks for batches, `in_flight` at a time, and sends priorities back if `updates`.
 
+    Batches come through the socket, or on trays (`shared/links/trays.py`) if `trays`.
     Two that ask for one agent must begin at draws that lie far apart: a draw is served once.
     """
 
@@ -203,6 +205,7 @@ class Learner:
     batch_size: int
     in_flight: int = 4
     updates: bool = True
+    trays: bool = False
     first_draw: int = 0
     batches: int = 0
     failures: int = 0
@@ -216,6 +219,7 @@ class Learner:
         self._link.run = RUN
         self._token = Token(agent=self.agent, number=1)
         self._draw = self.first_draw
+        self._lender = TrayLender(self.in_flight + 4, enabled=self.trays)
         self._priorities = (
             np.random.default_rng(0).exponential(size=(257, self.batch_size)).astype(np.float32)
         )
@@ -247,26 +251,49 @@ class Learner:
         return expect(self._link.call(ReplayStatsRequest()).message, ReplayStats)
 
     def _ask(self, retry_s: float = 1.5) -> None:
-        request = SampleRequest(token=self._token, draw=self._draw, batch_size=self.batch_size, beta=0.4)
+        lent = self._lender.lend()
+        request = SampleRequest(
+            token=self._token,
+            draw=self._draw,
+            batch_size=self.batch_size,
+            beta=0.4,
+            tray=None if lent is None else lent.tray,
+        )
         self._draw += 1
-        self._link.ask(request, on_reply=self._on_batch, on_failure=self._on_failure, retry_s=retry_s)
+        self._link.ask(
+            request,
+            on_reply=lambda received: self._on_batch(received, lent),
+            on_failure=lambda _error: self._on_failure(lent),
+            retry_s=retry_s,
+            once={"tray": None},
+        )
 
-    def _on_failure(self, _error: Exception) -> None:
+    def _on_failure(self, lent: LentTray | None) -> None:
         self.failures += 1
+        if lent is not None:
+            self._lender.leave(lent)
         if self._link.waiting < self.in_flight:
             self._ask()
 
-    def _on_batch(self, received: Received) -> None:
+    def _on_batch(self, received: Received, lent: LentTray | None) -> None:
         self.batches += 1
+        arrays = self._rows_of(expect(received.message, Batch), received, lent)
         if self._link.waiting < self.in_flight:
             self._ask()
         if self.updates:
-            arrays = received.arrays
             priorities = self._priorities[self.batches % len(self._priorities)]
             self._link.tell(
                 PriorityUpdate(token=self._token, draw=expect(received.message, Batch).draw),
                 {"index": arrays["index"], "generation": arrays["generation"], "priority": priorities},
             )
+
+    def _rows_of(self, batch: Batch, received: Received, lent: LentTray | None) -> Arrays:
+        if lent is not None and batch.on_tray:
+            return self._lender.take_back(lent, batch.on_tray)
+        if lent is not None:
+            self._lender.leave(lent)
+        self._lender.note_size(received.arrays)
+        return received.arrays
 
     def close(self) -> None:
         self._network.close()
