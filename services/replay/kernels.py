@@ -102,6 +102,18 @@ def tree_sum_up(leaves: Array, sums: Array, running: Array, offsets: Array, star
 
 
 @numba.njit(cache=True, nogil=True)
+def tree_set_slot(
+    leaves: Array, sums: Array, running: Array, offsets: Array, start: int, stop: int, used: int, value: float
+) -> None:
+    """Leaves start to stop: the first `used` of them to one value, the others to 0."""
+    for leaf in range(start, start + used):
+        leaves[leaf] = value
+    for leaf in range(start + used, stop):
+        leaves[leaf] = 0.0
+    tree_sum_up(leaves, sums, running, offsets, start, stop)
+
+
+@numba.njit(cache=True, nogil=True)
 def tree_draw(
     leaves: Array, running: Array, offsets: Array, targets: Array, found: Array, values: Array
 ) -> float:
@@ -234,46 +246,6 @@ def _copy_stack(
         else:
             zero_bytes(to, frame_bytes)
         to += frame_bytes
-
-
-# --- segments ---------------------------------------------------------------------------------------------
-
-
-@numba.njit(cache=True, nogil=True)
-def unpack_columns(block: Array, offsets: Array, fields: Array, count: int, rows: Array) -> None:
-    """A segment of `count` rows from the block it travelled in, column after column, to its rows."""
-    base, row_bytes, source = rows.ctypes.data, rows.shape[1], block.ctypes.data
-    for column in range(len(fields)):
-        field, size = fields[column, 0], fields[column, 1]
-        for row in range(count - fields[column, 2]):
-            copy_bytes(base + row * row_bytes + field, source + offsets[column] + row * size, size)
-
-
-@numba.njit(cache=True, nogil=True)
-def pack_columns(rows: Array, fields: Array, count: int, offsets: Array, block: Array) -> None:
-    """And back."""
-    base, row_bytes, target = rows.ctypes.data, rows.shape[1], block.ctypes.data
-    for column in range(len(fields)):
-        field, size = fields[column, 0], fields[column, 1]
-        for row in range(count - fields[column, 2]):
-            copy_bytes(target + offsets[column] + row * size, base + row * row_bytes + field, size)
-
-
-ENDS_EARLY, ACTION_OUTSIDE, REWARD_NOT_FINITE = 1, 2, 3
-
-
-@numba.njit(cache=True, nogil=True)
-def flaw_of(terminated: Array, truncated: Array, reward: Array, action: Array, actions: int) -> int:
-    """What is wrong with these steps, by the numbers above; 0: nothing."""
-    for step in range(len(reward)):
-        if step < len(reward) - 1 and (terminated[step] or truncated[step]):
-            return ENDS_EARLY
-        if not np.isfinite(reward[step]):
-            return REWARD_NOT_FINITE
-    for step in range(len(action)):
-        if action[step] < 0 or action[step] >= actions:
-            return ACTION_OUTSIDE
-    return 0
 
 
 # --- priorities -------------------------------------------------------------------------------------------

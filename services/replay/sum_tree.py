@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.replay.intrinsics import FAN_OUT
-from services.replay.kernels import LINE_BYTES, tree_assign, tree_draw, tree_sum_up
+from services.replay.kernels import LINE_BYTES, tree_assign, tree_draw, tree_set_slot, tree_sum_up
 
 Floats = npt.NDArray[np.float64]
 Leaves = npt.NDArray[np.float32]
@@ -65,9 +65,7 @@ class SumTree:
 
     def set_slot(self, start: int, stop: int, used: int, value: float) -> None:
         """Leaves start to stop: the first `used` of them to one value, the others to 0."""
-        self._leaves[start : start + used] = value
-        self._leaves[start + used : stop] = 0.0
-        self._sum_up(start, stop)
+        tree_set_slot(self._all_leaves, self._sums, self._running, self._offsets, start, stop, used, value)
 
     def _sum_up(self, start: int, stop: int) -> None:
         tree_sum_up(self._all_leaves, self._sums, self._running, self._offsets, start, stop)
