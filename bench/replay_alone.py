@@ -8,6 +8,7 @@ links and codec; only the playing and the training are left out.
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 import time
@@ -42,12 +43,13 @@ from shared.messages import (
     Token,
     expect,
 )
-from shared.segment_frame import SegmentFrame, frame_of, write_head
+from shared.segment_frame import NUMBERS_AT, SegmentFrame, SegmentHead, frame_of
 from shared.specs import AgentSpec, Discrete, vector_observation
 
 RUN = "alone"
 SEGMENT_STEPS = 64
 FLAT = AgentSpec(observation=vector_observation(128), discrete=Discrete(n=4))
+SEQUENCE_AND_PRODUCED = struct.Struct("<2Q")  # the first numbers of a segment's header
 UNLIMITED = 1e12  # batches that inserts and samples may run apart: the limiter never holds anybody
 
 Array = np.ndarray[Any, Any]
@@ -296,6 +298,7 @@ class Actor:
         window: int = 64,
     ) -> None:
         self.stream, self._distinct, self._on_acknowledged = stream, distinct, on_acknowledged
+        self._window = window
         self.loop = Loop()
         self._network = Network.of(config, self.loop)
         replay = config.endpoints.replay[0]
@@ -316,7 +319,7 @@ class Actor:
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
             self._report()
-            while not self._outbox.full:
+            for _ in range(self._window - self._outbox.unacknowledged_segments):
                 self._outbox.add(self._next())
             # A full link wakes the loop when it takes more; a full window waits for acknowledgements.
             self._outbox.pump(self.stream.agent, self._sender.send)
@@ -326,10 +329,10 @@ class Actor:
         sequence = self._outbox.next_sequence(self.stream.agent)
         if self._distinct:
             return self._made(sequence)
-        prepared = self._prepared[sequence % len(self._prepared)]
-        head = prepared.head._replace(sequence=sequence, produced_steps=SEGMENT_STEPS * sequence)
-        write_head(head, prepared.data)
-        return SegmentFrame(head, prepared.arrays, prepared.data)
+        head, arrays, data = self._prepared[sequence % len(self._prepared)]
+        produced = SEGMENT_STEPS * sequence
+        SEQUENCE_AND_PRODUCED.pack_into(data, NUMBERS_AT, sequence, produced)
+        return SegmentFrame(SegmentHead(*head[:3], sequence, produced, *head[5:]), arrays, data)
 
     def _report(self) -> None:
         now = time.monotonic()

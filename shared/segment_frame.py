@@ -9,7 +9,6 @@ line of text about the arrays follows from the agent's spec and `rows`, so its d
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ KEPT_STREAMS = 1024  # of which the names were read before; what strangers make 
 # before, owned, rows; closes_round, and zeros up to a multiple of 64.
 RUN_BYTES = 64
 _NAMES = struct.Struct(f"<8s{RUN_BYTES}s64s16s")  # magic, run, agent, incarnation; zeros behind text
+NUMBERS_AT = _NAMES.size
 _NUMBERS = struct.Struct("<8Q3H34s")
 _HEADER = struct.Struct(f"<{_NAMES.size}s{_NUMBERS.format.removeprefix('<')}")
 HEADER_BYTES = _HEADER.size
@@ -59,10 +59,10 @@ class SegmentHead(NamedTuple):
 
 
 AnySegment = Segment | SegmentHead
+_new = tuple.__new__  # what SegmentHead._make calls, without the call in between
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentFrame:
+class SegmentFrame(NamedTuple):
     """A segment as it travels, however often."""
 
     head: SegmentHead
@@ -92,7 +92,7 @@ def write_head(head: SegmentHead, frame: memoryview) -> None:
     run, agent, incarnation, *numbers, closes_round = head
     _NAMES.pack_into(frame, 0, *_name_bytes(run, agent, incarnation))
     _check_numbers(head)
-    _NUMBERS.pack_into(frame, _NAMES.size, *numbers, _ENDS[closes_round])
+    _NUMBERS.pack_into(frame, NUMBERS_AT, *numbers, _ENDS[closes_round])
 
 
 def read_frame(frame: memoryview) -> tuple[SegmentHead, Block]:
@@ -103,26 +103,25 @@ def read_frame(frame: memoryview) -> tuple[SegmentHead, Block]:
     closes_round = _CLOSES.get(end)
     if closes_round is None:
         raise BadMessage(f"a segment's header that ends with {end!r}")
-    head = SegmentHead._make((*_read_names(names), *numbers, closes_round))
+    head = _new(SegmentHead, (*_read_names(names), *numbers, closes_round))
     _check_numbers(head)
     return head, np.frombuffer(frame, np.uint8)[HEADER_BYTES:]
 
 
 def _check_numbers(head: SegmentHead) -> None:
-    """The model is asked only about what is not surely inside its bounds."""
+    """The model is asked only about what is not surely inside its bounds.
+
+    All of those bounds are powers of two or 0, so several numbers are inside them if their union is.
+    """
     _, _, _, sequence, produced, index, slot, epoch, number, layout, checksum, before, owned, rows, _ = head
     if not (
-        0 < sequence < _COUNTS
+        0 <= (sequence | index | slot | epoch | number) < _COUNTS
         and 0 <= produced < _TALLIES
-        and 0 <= index < _COUNTS
-        and 0 <= slot < _COUNTS
-        and 0 <= epoch < _COUNTS
-        and 0 <= number < _COUNTS
-        and 0 <= layout < _WORDS
-        and 0 <= checksum < _WORDS
-        and 0 <= before < _ROWS
-        and 0 < owned < _ROWS
-        and 1 < rows < _ROWS
+        and 0 <= (layout | checksum) < _WORDS
+        and 0 <= (before | owned | rows) < _ROWS
+        and sequence
+        and owned
+        and rows > 1
     ):
         _validate(head)
 

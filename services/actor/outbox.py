@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from shared.errors import BrokenInvariant
 from shared.messages import Mark
@@ -71,8 +72,11 @@ class Outbox:
     def pump(self, agent: str, send: Send) -> bool:
         """Sends what has not been sent, in order. False: the link is full, try again later."""
         stream = self._streams[agent]
-        while stream.cursor < stream.next_sequence:
-            if not send(stream.window[stream.cursor - stream.window[0].head.sequence]):
+        if stream.cursor == stream.next_sequence:
+            return True
+        first_kept = stream.window[0].head.sequence
+        for segment in list(islice(stream.window, stream.cursor - first_kept, None)):
+            if not send(segment):
                 return False
             stream.cursor += 1
         return True

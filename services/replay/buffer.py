@@ -79,12 +79,17 @@ class AgentBuffer:
             return judgement
         self._check_contents(segment, packed)
         stored = self._streams.stored_steps_of(segment.incarnation) + segment.owned
-        freed = self._make_room()
-        slot = self._ring.insert(segment, packed, stored, self.max_priority)
+        freed = self._ring.insert(
+            segment,
+            packed,
+            stored_after=stored,
+            priority=self.max_priority,
+            tree=self._tree,
+            leaf=self._new_leaf,
+        )
         self._streams.advance(
             segment.incarnation, segment.sequence, stored, segment.produced_steps, _monotonic(now)
         )
-        self._set_leaves(slot, segment.owned)
         self.limiter.drawable_steps += segment.owned - freed
         self.limiter.inserted_steps = self._streams.stored_steps
         self.limiter.full = self._ring.full
@@ -133,19 +138,6 @@ class AgentBuffer:
             )
         if flaw := self._ring.flaw(packed, segment.rows):
             raise SpecMismatch(f"segment {segment.sequence}: {flaw}")
-
-    def _make_room(self) -> int:
-        """The oldest segment goes, from the tree first: nothing of it is drawn, whatever comes. Its steps."""
-        slot = self._ring.next_slot
-        freed = self._ring.steps_in(slot)
-        if freed:
-            self._set_leaves(slot, 0)
-        return freed
-
-    def _set_leaves(self, slot: int, owned: int) -> None:
-        """A slot's steps as drawable as new ones are; the places that it does not use not at all."""
-        start = slot * self.segment_steps
-        self._tree.set_slot(start, start + self.segment_steps, owned, self._new_leaf)
 
     # --- drawing ------------------------------------------------------------------------------------------
 

@@ -94,6 +94,18 @@ def _loader(dtype: Any, width: Any) -> Any:
 
 
 @intrinsic
+def _store_double(_context: Any, address: Any, value: Any) -> Any:
+    """Writes a float64 at an address that is a multiple of eight."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        at, number = arguments
+        builder.store(number, builder.inttoptr(at, ir.DoubleType().as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.uintp, types.float64), generate
+
+
+@intrinsic
 def _store_word(_context: Any, address: Any, value: Any) -> Any:
     """Writes eight bytes at an address that is a multiple of eight: all of them at once."""
 
@@ -210,6 +222,7 @@ load_float: Any = _loader(types.float32, ir.FloatType())
 load_byte: Any = _loader(types.uint8, ir.IntType(8))
 store_word: Any = _store_word
 store_float: Any = _store_float
+store_double: Any = _store_double
 fence: Any = _fence
 prefetch: Any = _prefetch
 prefetch_once: Any = _prefetch_once

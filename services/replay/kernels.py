@@ -102,18 +102,6 @@ def tree_sum_up(leaves: Array, sums: Array, running: Array, offsets: Array, star
 
 
 @numba.njit(cache=True, nogil=True)
-def tree_set_slot(
-    leaves: Array, sums: Array, running: Array, offsets: Array, start: int, stop: int, used: int, value: float
-) -> None:
-    """Leaves start to stop: the first `used` of them to one value, the others to 0."""
-    for leaf in range(start, start + used):
-        leaves[leaf] = value
-    for leaf in range(start + used, stop):
-        leaves[leaf] = 0.0
-    tree_sum_up(leaves, sums, running, offsets, start, stop)
-
-
-@numba.njit(cache=True, nogil=True)
 def tree_draw(
     leaves: Array, running: Array, offsets: Array, targets: Array, found: Array, values: Array
 ) -> float:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import structlog
 
 from services.replay import slot_kernels
+from services.replay.sum_tree import SumTree
 from shared.codec import segment_checksum, segment_layout
 from shared.errors import ConfigError
 from shared.layout import Layout, Packed
@@ -228,19 +229,42 @@ class Ring:
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def insert(self, segment: AnySegment, arrays: Packed, stored_after: int, priority: float) -> int:
-        """Puts a segment in the place of the oldest and commits it; the slot it got."""
+    def insert(
+        self,
+        segment: AnySegment,
+        arrays: Packed,
+        *,
+        stored_after: int,
+        priority: float,
+        tree: SumTree,
+        leaf: float,
+    ) -> int:
+        """Puts a segment in the place of the oldest and commits it; how many steps had to go.
+
+        Nothing of the oldest can be drawn from the first moment on, whatever comes: its leaves in the tree
+        are 0 then. At the end those of the new steps are `leaf`.
+        """
         slot = self.next_slot
+        freed = self.steps_in(slot)
         if self.watcher is not None:
             self.watcher.before_insert(slot)
         self.generation += 1
         self._describe(segment, stored_after)
-        columns = self._plan(segment.rows).columns
-        fills = not self.commit[slot]
-        self._store(self._table, columns, arrays.block, self._record, slot, priority, slot_kernels.ALL_STAGES)
-        self._valid += fills
+        self._store(
+            self._table,
+            tree.table,
+            self._plan(segment.rows).columns,
+            arrays.block,
+            self._record,
+            slot,
+            priority,
+            leaf,
+            slot_kernels.ALL_STAGES,
+        )
+        if not freed:
+            self._valid += 1
         self.next_slot = (slot + 1) % self.slots
-        return slot
+        return freed
 
     def _describe(self, segment: AnySegment, stored_after: int) -> None:
         """The metadata, in the order of METADATA."""

@@ -14,14 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from services.replay.intrinsics import (
+    FAN_OUT,
     copy_bytes,
     fence,
     load_byte,
     load_float,
     load_int,
+    store_double,
     store_float,
     store_word,
+    sum_floats,
+    sum_running,
 )
+from services.replay.kernels import FAN_OUT_BITS
 
 Array = npt.NDArray[Any]
 
@@ -43,9 +48,17 @@ _GENERATION, _BEFORE_AND_OWNED, _ROWS_USED = 3, 9, 10
 
 @numba.njit(cache=True, nogil=True)
 def store_segment(
-    ring: Array, columns: Array, block: Array, record: Array, slot: int, priority: float, stop_at: int
+    ring: Array,
+    tree: Array,
+    columns: Array,
+    block: Array,
+    record: Array,
+    slot: int,
+    priority: float,
+    leaf: float,
+    stop_at: int,
 ) -> None:
-    """Puts a segment into a slot, whatever is in it, and commits it.
+    """Puts a segment into a slot, whatever is in it, and commits it. Its steps' leaves are 0 until then.
 
     `columns` says for each column where it lies in the block, where in a row, its bytes in a row and its
     rows; `record` is the metadata. Before the stage `stop_at` it stops as a death would: only in tests.
@@ -53,6 +66,8 @@ def store_segment(
     place, commit = ring[_PLACES] + slot * PLACE_BYTES, ring[_COMMITS] + slot * WORD_BYTES
     if stop_at == _INVALIDATE:
         return
+    first_leaf = slot * ring[_SEGMENT_STEPS]
+    _set_leaves(tree, first_leaf, ring[_SEGMENT_STEPS], 0, np.float32(0.0))
     store_word(commit, 0)
     store_word(place, 0)
     fence()
@@ -78,6 +93,25 @@ def store_segment(
     rows = record[_ROWS_USED] & np.uint64(0xFFFF)
     store_word(place, record[_GENERATION])
     store_word(place + WORD_BYTES, before | owned << np.uint64(16) | rows << np.uint64(32))
+    _set_leaves(tree, first_leaf, ring[_SEGMENT_STEPS], int(owned), np.float32(leaf))
+
+
+@numba.njit(inline="always")
+def _set_leaves(tree: Array, start: int, count: int, used: int, leaf: np.float32) -> None:
+    """The first `used` of these leaves to one value, the others to 0, and the sums above them anew."""
+    leaves, sums, running = tree[0], tree[1], tree[2]
+    for place in range(count):
+        store_float(leaves + (start + place) * 4, leaf if place < used else np.float32(0.0))
+    first, last = start >> FAN_OUT_BITS, (start + count - 1) >> FAN_OUT_BITS
+    for family in range(first, last + 1):
+        store_double(sums + family * 8, sum_floats(leaves + family * FAN_OUT * 4))
+    for level in range(3, len(tree)):
+        first, last = first >> FAN_OUT_BITS, last >> FAN_OUT_BITS
+        for family in range(first, last + 1):
+            at = (tree[level] + family * FAN_OUT) * 8
+            total = sum_running(sums + at, running + at)
+            if level + 1 < len(tree):
+                store_double(sums + (tree[level + 1] + family) * 8, total)
 
 
 @numba.njit(inline="always")

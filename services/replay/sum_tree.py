@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.replay.intrinsics import FAN_OUT
-from services.replay.kernels import LINE_BYTES, tree_assign, tree_draw, tree_set_slot, tree_sum_up
+from services.replay.kernels import LINE_BYTES, tree_assign, tree_draw, tree_sum_up
 
 Floats = npt.NDArray[np.float64]
 Leaves = npt.NDArray[np.float32]
@@ -36,6 +36,9 @@ class SumTree:
         self._leaves = self._all_leaves[:capacity]
         self._sums = _aligned_zeros(sum(sizes), np.dtype(np.float64))
         self._running = _aligned_zeros(sum(sizes), np.dtype(np.float64))
+        arrays = (self._all_leaves, self._sums, self._running)
+        # The tree as `slot_kernels.store_segment` knows it, which sets the leaves of a slot.
+        self.table = np.array([*(array.ctypes.data for array in arrays), *self._offsets], np.int64)
 
     @property
     def total(self) -> float:
@@ -62,10 +65,6 @@ class SumTree:
         """Leaves start, start + 1, ... at once."""
         self._leaves[start : start + len(values)] = values
         self._sum_up(start, start + len(values))
-
-    def set_slot(self, start: int, stop: int, used: int, value: float) -> None:
-        """Leaves start to stop: the first `used` of them to one value, the others to 0."""
-        tree_set_slot(self._all_leaves, self._sums, self._running, self._offsets, start, stop, used, value)
 
     def _sum_up(self, start: int, stop: int) -> None:
         tree_sum_up(self._all_leaves, self._sums, self._running, self._offsets, start, stop)

@@ -10,6 +10,7 @@ from replay_episodes import DeathError, Episode, Sender, die_before, make_spec
 
 from services.replay.ring import Ring
 from services.replay.slot_kernels import STAGES
+from services.replay.sum_tree import SumTree
 from shared.codec import pack_segment
 from shared.errors import ConfigError
 
@@ -23,7 +24,8 @@ def open_ring(directory: Path, slots: int = 3) -> Ring:
 def put(ring: Ring, sender: Sender) -> dict[str, np.ndarray]:
     (lengths, arrays), *_ = Episode(SPEC, 100 * sender.sequence, 4, "terminated").cut(4, 3)
     packed = pack_segment(SPEC, arrays)
-    ring.insert(sender.next(lengths, arrays), packed, stored_after=sender.produced, priority=1.0)
+    segment, tree = sender.next(lengths, arrays), SumTree(ring.slots * ring.segment_steps)
+    ring.insert(segment, packed, stored_after=sender.produced, priority=1.0, tree=tree, leaf=1.0)
     return arrays
 
 
