@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pydantic
@@ -95,8 +95,8 @@ def write_head(head: SegmentHead, frame: memoryview) -> None:
     _NUMBERS.pack_into(frame, NUMBERS_AT, *numbers, _ENDS[closes_round])
 
 
-def read_frame(frame: memoryview) -> tuple[SegmentHead, Block]:
-    """What a frame that arrived says and the bytes of its arrays, or BadMessage. Never anything else."""
+def read_frame(frame: Any) -> tuple[SegmentHead, Block]:
+    """What a frame (any buffer) says and the bytes of its arrays, or BadMessage. Never anything else."""
     if len(frame) < HEADER_BYTES:
         raise BadMessage(f"a frame of {len(frame)} bytes; the header of a segment has {HEADER_BYTES}")
     names, *numbers, end = _HEADER.unpack_from(frame)

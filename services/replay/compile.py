@@ -62,6 +62,7 @@ def _use(buffer: AgentBuffer) -> None:
     )
     frame = frame_of(segment, pack_segment(buffer.spec, arrays))
     buffer.insert(*read_frame(frame.data))
+    buffer.ring.slot_arrays(0)
     batch = buffer.draw(0, 2, 0.5)
     buffer.update_priorities(batch["index"], batch["generation"], np.ones(2, np.float32))
 

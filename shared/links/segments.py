@@ -89,7 +89,7 @@ class SegmentReceiver:
     def _take(self, frame: zmq.Frame) -> None:
         if frame.more:
             self._drop_rest()
-        segment, block = read_frame(frame.buffer)
+        segment, block = read_frame(frame)
         if segment.run != self._run:
             raise BadMessage(f"a segment of run {segment.run!r}; this is run {self._run!r}")
         self._on_segment(segment, block)
