@@ -35,6 +35,7 @@ from bench.replay_alone import (
     ReplayProcess,
     Stream,
     fill,
+    framed,
     make_buffer,
     make_config,
 )
@@ -42,7 +43,6 @@ from bench.replay_peers import BETA, LEFT_OUT, PEERS, Peer
 from rookery.run_directory import free_ports
 from services.learner.algorithms import build_algorithm
 from services.replay.buffer import AgentBuffer
-from shared.codec import encode
 from shared.config import Config, LearnerConfig
 from shared.layout import Packed
 from shared.specs import AgentSpec, Discrete, DType, vector_observation
@@ -327,9 +327,7 @@ def measure_inserts(files: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def segment_bytes() -> int:
-    stream = Stream("agent_0", 1)
-    arrays = stream.arrays(1)
-    return sum(len(bytes(frame)) for frame in encode(stream.segment(1, arrays), arrays, "alone"))
+    return len(framed(Stream("agent_0", 1), 1).data)
 
 
 def rate_while(going: Any, count: Any) -> float:

@@ -8,6 +8,7 @@ links and codec; only the playing and the training are left out.
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from services.actor.outbox import Outbox
 from services.replay.buffer import AgentBuffer
 from shared.codec import Received, pack_segment, segment_checksum
 from shared.config import Config, build_config
-from shared.layout import Arrays, Packed
+from shared.layout import Arrays
 from shared.links.network import Network
 from shared.links.requests import RequestSender
 from shared.links.segments import SegmentSender
@@ -43,11 +44,13 @@ from shared.messages import (
     Token,
     expect,
 )
+from shared.segment_frame import NUMBERS_AT, SegmentFrame, SegmentHead, frame_of
 from shared.specs import AgentSpec, Discrete, vector_observation
 
 RUN = "alone"
 SEGMENT_STEPS = 64
 FLAT = AgentSpec(observation=vector_observation(128), discrete=Discrete(n=4))
+SEQUENCE_AND_PRODUCED = struct.Struct("<2Q")  # the first numbers of a segment's header
 UNLIMITED = 1e12  # batches that inserts and samples may run apart: the limiter never holds anybody
 
 Array = np.ndarray[Any, Any]
@@ -143,6 +146,12 @@ class Stream:
             rows=SEGMENT_STEPS + 1,
             checksum=segment_checksum(pack_segment(self.spec, arrays)),
         )
+
+
+def framed(stream: Stream, sequence: int) -> SegmentFrame:
+    """Segment `sequence` as an actor sends it."""
+    arrays = pack_segment(stream.spec, stream.arrays(sequence))
+    return frame_of(stream.segment(sequence, arrays).model_copy(update={"run": RUN}), arrays)
 
 
 def fill(buffer: AgentBuffer, seed: int = 0) -> Stream:
@@ -316,42 +325,41 @@ class Actor:
         window: int = 64,
     ) -> None:
         self.stream, self._distinct, self._on_acknowledged = stream, distinct, on_acknowledged
+        self._window = window
         self.loop = Loop()
         self._network = Network.of(config, self.loop)
         replay = config.endpoints.replay[0]
         self._link = RequestSender(self._network, replay.requests, identity=stream.incarnation)
         self._link.run = RUN
         self._link.volunteered["stream_marks"] = self._on_marks
-        self._sender = SegmentSender(self._network, replay.segments, run=RUN, queue=window)
+        self._sender = SegmentSender(self._network, replay.segments, queue=window)
         self._outbox = Outbox([stream.agent], window)
-        self._template = self._stamped(*self._made(1))
+        # One more than can be unacknowledged: a frame that is to be sent again keeps its number.
+        self._prepared = [self._made(1) for _ in range(0 if distinct else window + 1)]
         self._reporting = False
         self._reported = 0.0
 
-    def _made(self, sequence: int) -> tuple[Segment, Packed]:
-        arrays = pack_segment(self.stream.spec, self.stream.arrays(sequence))
-        return self.stream.segment(sequence, arrays), arrays
-
-    def _stamped(self, segment: Segment, arrays: Packed) -> tuple[Segment, Packed]:
-        return segment.model_copy(update={"run": RUN, "arrays": arrays.layout.text}), arrays
+    def _made(self, sequence: int) -> SegmentFrame:
+        return framed(self.stream, sequence)
 
     def run(self, seconds: float) -> None:
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
             self._report()
-            while not self._outbox.full:
-                self._outbox.add(*self._next())
+            for _ in range(self._window - self._outbox.unacknowledged_segments):
+                self._outbox.add(self._next())
             # A full link wakes the loop when it takes more; a full window waits for acknowledgements.
             self._outbox.pump(self.stream.agent, self._sender.send)
             self.loop.turn(block=True)
 
-    def _next(self) -> tuple[Segment, Packed]:
+    def _next(self) -> SegmentFrame:
         sequence = self._outbox.next_sequence(self.stream.agent)
         if self._distinct:
-            return self._stamped(*self._made(sequence))
-        segment, arrays = self._template
-        update = {"sequence": sequence, "produced_steps": SEGMENT_STEPS * sequence}
-        return segment.model_copy(update=update), arrays
+            return self._made(sequence)
+        head, arrays, data = self._prepared[sequence % len(self._prepared)]
+        produced = SEGMENT_STEPS * sequence
+        SEQUENCE_AND_PRODUCED.pack_into(data, NUMBERS_AT, sequence, produced)
+        return SegmentFrame(SegmentHead(*head[:3], sequence, produced, *head[5:]), arrays, data)
 
     def _report(self) -> None:
         now = time.monotonic()

@@ -226,7 +226,7 @@ class SequentialRun:
     def _offer(self, actor: SequentialActor, agent: str, number: int, cuts: list[Cut]) -> None:
         for place, cut in enumerate(cuts):
             actor.sequences[agent] += 1
-            segment, packed = make_segment(
+            segment = make_segment(
                 cut,
                 run=self.run_book.run_id,
                 incarnation=actor.incarnation,
@@ -237,7 +237,7 @@ class SequentialRun:
                 number=number,
                 closes_round=place == len(cuts) - 1,
             )
-            self.learners[agent].rounds.offer(segment, packed)
+            self.learners[agent].rounds.offer(segment.head, segment.arrays)
 
     def _count(self, actor: SequentialActor, played: Played) -> None:
         actor.summaries += 1

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from shared.errors import BadMessage
 from shared.specs import DType, dtype_of
@@ -52,6 +53,7 @@ class Layout:
     places: dict[str, Place]
     offsets: npt.NDArray[np.int64]
     nbytes: int
+    digest: int  # xxh3 of the text: what a segment carries in its place
 
 
 class Packed(Mapping[str, Array]):
@@ -118,7 +120,7 @@ def parse_layout(text: str) -> Layout:
     if len(named) != len(places):
         raise BadMessage(f"an array's name twice in {text[:200]!r}")
     offsets = np.array([place.offset for place in places], np.int64)
-    return Layout(text, named, offsets, end)
+    return Layout(text, named, offsets, end, xxhash.xxh3_64_intdigest(text.encode()))
 
 
 def _parse_place(part: str, offset: int) -> Place:

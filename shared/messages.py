@@ -95,7 +95,8 @@ class Segment(Message):
 
     Of `rows` observations the first `before` are context for stacks, the next `owned` belong to the steps
     that can be drawn and are counted, the rest serve n-step returns. Step columns have rows - 1 rows: the
-    last observation has no step. All rows are of one episode.
+    last observation has no step. All rows are of one episode. It travels in a frame of its own kind
+    (`shared/segment_frame.py`), for which this is the law.
     """
 
     kind: Literal["segment"] = "segment"
@@ -109,7 +110,8 @@ class Segment(Message):
     before: Annotated[int, Field(ge=0, lt=2**16)]
     owned: Annotated[int, Field(ge=1, lt=2**16)]
     rows: Annotated[int, Field(ge=2, lt=2**16)]
-    checksum: Annotated[int, Field(ge=0, lt=2**64)]  # xxh3 over the data frame
+    layout: Annotated[int, Field(ge=0, lt=2**64)] = 0  # xxh3 of the line that says what the arrays are
+    checksum: Annotated[int, Field(ge=0, lt=2**64)]  # xxh3 over the arrays as they travel
     round: Count = 0  # in lockstep: the round that these steps are of
     closes_round: bool = False  # in lockstep: the actor has no more of this agent in this round
 

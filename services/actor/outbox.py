@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from shared.errors import BrokenInvariant
-from shared.layout import Arrays
-from shared.messages import Mark, Segment
+from shared.messages import Mark
+from shared.segment_frame import SegmentFrame
 
-Send = Callable[[Segment, Arrays], bool]
+Send = Callable[[SegmentFrame], bool]
 GO_BACK_PAUSE_S = 0.5  # what was sent again needs a moment to arrive before it counts as missing once more
 
 
 @dataclass(slots=True)
 class _Stream:
-    window: deque[tuple[Segment, Arrays]] = field(default_factory=deque)
+    window: deque[SegmentFrame] = field(default_factory=deque)
     next_sequence: int = 1  # the number that the next new segment gets
     cursor: int = 1  # the number that is sent next
     stored: int = 0
@@ -40,14 +41,13 @@ class Outbox:
     def next_sequence(self, agent: str) -> int:
         return self._streams[agent].next_sequence
 
-    def add(self, segment: Segment, arrays: Arrays) -> None:
+    def add(self, segment: SegmentFrame) -> None:
         """Takes a new segment, whose sequence must be the stream's next."""
-        stream = self._streams[segment.agent]
-        if segment.sequence != stream.next_sequence:
-            raise ValueError(
-                f"segment {segment.sequence} of {segment.agent}; expected {stream.next_sequence}"
-            )
-        stream.window.append((segment, arrays))
+        agent, sequence = segment.head.agent, segment.head.sequence
+        stream = self._streams[agent]
+        if sequence != stream.next_sequence:
+            raise ValueError(f"segment {sequence} of {agent}; expected {stream.next_sequence}")
+        stream.window.append(segment)
         stream.next_sequence += 1
 
     @property
@@ -72,9 +72,11 @@ class Outbox:
     def pump(self, agent: str, send: Send) -> bool:
         """Sends what has not been sent, in order. False: the link is full, try again later."""
         stream = self._streams[agent]
-        while stream.cursor < stream.next_sequence:
-            first = stream.window[0][0].sequence
-            if not send(*stream.window[stream.cursor - first]):
+        if stream.cursor == stream.next_sequence:
+            return True
+        first_kept = stream.window[0].head.sequence
+        for segment in list(islice(stream.window, stream.cursor - first_kept, None)):
+            if not send(segment):
                 return False
             stream.cursor += 1
         return True
@@ -85,9 +87,9 @@ class Outbox:
         if stream is None or not mark.acknowledged <= mark.stored < stream.next_sequence:
             return  # not ours, or nonsense: replay cannot have what was never sent
         stream.stored = max(stream.stored, mark.stored)
-        while stream.window and stream.window[0][0].sequence <= mark.acknowledged:
+        while stream.window and stream.window[0].head.sequence <= mark.acknowledged:
             stream.window.popleft()
-        first_kept = stream.window[0][0].sequence if stream.window else stream.next_sequence
+        first_kept = stream.window[0].head.sequence if stream.window else stream.next_sequence
         stream.cursor = max(stream.cursor, first_kept)
         # Missing in one report is on its way, a report overtakes segments; missing in two in a row is lost.
         arrived = mark.stored + mark.held

@@ -2,7 +2,8 @@
 
 For each slot a small rolling buffer keeps the rows that the next segment will need: the last stack - 1
 observations before it, its own steps, and the n steps after it. A segment closes after `segment_steps` steps
-and at the end of an episode; it leaves once the n later rows exist or the episode has ended.
+and at the end of an episode; it leaves once the n later rows exist or the episode has ended. Its rows are
+copied once, into the frame in which they travel.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shared.codec import segment_checksum
-from shared.layout import Array, Arrays, Packed, pack
-from shared.messages import Segment
+from shared.codec import segment_checksum, segment_layout
+from shared.layout import Array, Arrays, Layout, Packed
+from shared.segment_frame import SegmentFrame, SegmentHead, empty_frame, write_head
 from shared.specs import AgentSpec
 
 Mask = npt.NDArray[np.bool_]
@@ -30,7 +31,8 @@ class Cut:
     before: int
     owned: int
     rows: int
-    arrays: Arrays
+    arrays: Packed
+    frame: memoryview  # in which the arrays lie, with room for a header before them
 
 
 class SegmentWriter:
@@ -49,6 +51,7 @@ class SegmentWriter:
         self._first = np.zeros(envs, np.int64)  # the first row that is owned by no segment yet
         self._epoch = np.zeros(envs, np.int64)
         self._all = np.arange(envs)
+        self._layouts: dict[int, Layout] = {}  # of segments, by their rows
 
     @property
     def open_steps(self) -> int:
@@ -90,12 +93,19 @@ class SegmentWriter:
         first, steps = int(self._first[slot]), int(self._steps[slot])
         start = max(0, first - (self.spec.stack - 1))
         last = min(first + owned - 1 + self._n_step, steps)  # the row of the last observation needed
-        arrays = {
-            column.name: self._columns[column.name][slot, start : last + (column.per == "observation")].copy()
-            for column in self.spec.columns
-        }
+        rows = last + 1 - start
+        arrays, frame = empty_frame(self._layout_of(rows))
+        for name, values in self._columns.items():
+            part = arrays[name]
+            part[...] = values[slot, start : start + len(part)]
         self._first[slot] += owned
-        return Cut(slot, int(self._epoch[slot]), first - start, owned, last + 1 - start, arrays)
+        return Cut(slot, int(self._epoch[slot]), first - start, owned, rows, arrays, frame)
+
+    def _layout_of(self, rows: int) -> Layout:
+        layout = self._layouts.get(rows)
+        if layout is None:
+            layout = self._layouts[rows] = segment_layout(self.spec, rows)
+        return layout
 
     def _shift(self, slot: int) -> None:
         """Moves the rows that are still needed to the front."""
@@ -120,24 +130,24 @@ def make_segment(
     actor_index: int,
     number: int = 0,
     closes_round: bool = False,
-) -> tuple[Segment, Packed]:
+) -> SegmentFrame:
     """A cut with its place in a stream (and, in lockstep, in round `number`), as it travels."""
-    packed = pack(cut.arrays)
-    segment = Segment(
+    head = SegmentHead(
         run=run,
-        arrays=packed.layout.text,
-        incarnation=incarnation,
         agent=agent,
+        incarnation=incarnation,
         sequence=sequence,
         produced_steps=produced_steps,
         actor_index=actor_index,
         slot=cut.slot,
         epoch=cut.epoch,
+        round=number,
+        layout=cut.arrays.layout.digest,
+        checksum=segment_checksum(cut.arrays),
         before=cut.before,
         owned=cut.owned,
         rows=cut.rows,
-        checksum=segment_checksum(packed),
-        round=number,
         closes_round=closes_round,
     )
-    return segment, packed
+    write_head(head, cut.frame)
+    return SegmentFrame(head, cut.arrays, cut.frame)

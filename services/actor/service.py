@@ -36,7 +36,6 @@ from shared.messages import (
     LeaseGrant,
     LeaseRequest,
     RunNotice,
-    Segment,
     SnapshotRequest,
     SpecRegistration,
     StreamMarks,
@@ -45,6 +44,7 @@ from shared.messages import (
     expect,
 )
 from shared.placement import replay_of
+from shared.segment_frame import SegmentHead
 from shared.service import Service
 from shared.specs import AgentSpec
 from shared.weights_state import Applied, NeedsSnapshot, WeightsState
@@ -121,7 +121,6 @@ class ActorService(Service):
                 SegmentSender(
                     self.network,
                     endpoints.segments,
-                    run=self.params.run,
                     queue=max(64, self.config.actor.window_segments),
                 )
             )
@@ -178,7 +177,7 @@ class ActorService(Service):
     def take_cut(self, agent: str, cut: Cut, closes_round: bool = False) -> None:
         """Gives a finished segment its place in its stream."""
         assert self.index is not None
-        segment, packed = make_segment(
+        segment = make_segment(
             cut,
             run=self.params.run,
             incarnation=self.incarnation,
@@ -190,8 +189,8 @@ class ActorService(Service):
             closes_round=closes_round,
         )
         if self.journal is not None:
-            _write_journal(self.journal, segment)
-        self.outbox.add(segment, packed)
+            _write_journal(self.journal, segment.head)
+        self.outbox.add(segment)
 
     def _pump(self) -> None:
         for agent in self.learning:
@@ -374,7 +373,7 @@ def _open_journal(run_dir: Path, incarnation: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 
-def _write_journal(descriptor: int, segment: Segment) -> None:
+def _write_journal(descriptor: int, segment: SegmentHead) -> None:
     """One write call for each segment: a killed actor leaves whole lines."""
     line = f"{segment.incarnation} {segment.agent} {segment.sequence} {segment.owned} {segment.checksum}\n"
     os.write(descriptor, line.encode())

@@ -25,14 +25,12 @@ from services.replay.streams import Streams
 from services.replay.sum_tree import Leaves, SumTree
 from shared.codec import pack_segment, segment_checksum
 from shared.errors import Refused, SpecMismatch, StaleToken
-from shared.layout import MAX_BYTES, Arrays, Block, Packed
-from shared.messages import Segment
+from shared.layout import MAX_BYTES, Arrays, Block, Layout, Packed
+from shared.segment_frame import AnySegment
 from shared.specs import AgentSpec
 
 Verdict = Literal["stored", "duplicate", "gap"]
 FIRST_PRIORITY = 1.0
-
-_NO_ACTIONS = np.empty(0, np.int64)
 
 
 class AgentBuffer:
@@ -72,7 +70,7 @@ class AgentBuffer:
 
     # --- inserting ----------------------------------------------------------------------------------------
 
-    def insert(self, segment: Segment, arrays: Arrays, now: float | None = None) -> Verdict:
+    def insert(self, segment: AnySegment, arrays: Arrays | Block, now: float | None = None) -> Verdict:
         """Stores the next segment of its stream; nothing is written for one that is refused."""
         packed = self._check(segment, arrays)
         judgement = self._streams.judge(segment.incarnation, segment.sequence)
@@ -81,76 +79,65 @@ class AgentBuffer:
             return judgement
         self._check_contents(segment, packed)
         stored = self._streams.stored_steps_of(segment.incarnation) + segment.owned
-        self._make_room()
-        slot = self._ring.insert(segment, packed, stored, self.max_priority)
+        freed = self._ring.insert(
+            segment,
+            packed,
+            stored_after=stored,
+            priority=self.max_priority,
+            tree=self._tree,
+            leaf=self._new_leaf,
+        )
         self._streams.advance(
             segment.incarnation, segment.sequence, stored, segment.produced_steps, _monotonic(now)
         )
-        self._set_leaves(slot, segment.owned)
-        self.limiter.drawable_steps += segment.owned
+        self.limiter.drawable_steps += segment.owned - freed
         self.limiter.inserted_steps = self._streams.stored_steps
         self.limiter.full = self._ring.full
         return "stored"
 
-    def check(self, segment: Segment, arrays: Arrays) -> Packed:
+    def check(self, segment: AnySegment, arrays: Arrays | Block) -> Packed:
         """The arrays as they travelled, if they are this segment's in every respect; else SpecMismatch."""
         packed = self._check(segment, arrays)
         self._check_contents(segment, packed)
         return packed
 
-    def _check(self, segment: Segment, arrays: Arrays) -> Packed:
+    def _check(self, segment: AnySegment, arrays: Arrays | Block) -> Packed:
         """The arrays as they travelled, if they can be this segment's by their types and shapes."""
         if segment.agent != self.agent:
             raise SpecMismatch(f"a segment of {segment.agent!r} for the buffer of {self.agent!r}")
         if problem := self._ring.misfit(segment.before, segment.owned, segment.rows):
             raise SpecMismatch(f"segment {segment.sequence}: {problem}")
+        layout = self._ring.segment_layout(segment.rows)
+        if isinstance(arrays, np.ndarray):
+            return self._unpacked(segment, arrays, layout)
         packed = pack_segment(self.spec, arrays)
-        expected = self._ring.segment_layout(segment.rows).text
-        if packed.layout.text != expected:
+        if packed.layout.text != layout.text:
             raise SpecMismatch(
-                f"segment {segment.sequence}: {packed.layout.text[:1_000]} where {expected} was expected"
+                f"segment {segment.sequence}: {packed.layout.text[:1_000]} where {layout.text} was expected"
             )
         return packed
 
-    def _check_contents(self, segment: Segment, packed: Packed) -> None:
+    def _unpacked(self, segment: AnySegment, block: Block, layout: Layout) -> Packed:
+        """Arrays from the wire, which says what they are with a digest alone."""
+        if segment.layout != layout.digest:
+            raise SpecMismatch(
+                f"segment {segment.sequence}: its arrays are others; {layout.text} was expected"
+            )
+        if block.nbytes != layout.nbytes:
+            raise SpecMismatch(
+                f"segment {segment.sequence}: arrays of {block.nbytes} bytes; {layout.text} needs "
+                f"{layout.nbytes}"
+            )
+        return Packed(layout, block)
+
+    def _check_contents(self, segment: AnySegment, packed: Packed) -> None:
         found = segment_checksum(packed)
         if found != segment.checksum:
             raise SpecMismatch(
                 f"segment {segment.sequence}: checksum {found}, its header says {segment.checksum}"
             )
-        if flaw := self._flaw(packed):
+        if flaw := self._ring.flaw(packed, segment.rows):
             raise SpecMismatch(f"segment {segment.sequence}: {flaw}")
-
-    def _flaw(self, packed: Packed) -> str:
-        """Why no learner could train on these rows, which must not be drawn again and again; else empty."""
-        action = packed["action"] if self.spec.discrete else _NO_ACTIONS
-        actions = self.spec.discrete.n if self.spec.discrete else 0
-        flaw = kernels.flaw_of(
-            _behaved(packed["terminated"]),
-            _behaved(packed["truncated"]),
-            _behaved(packed["reward"]),
-            _behaved(action),
-            actions,
-        )
-        if flaw == kernels.ENDS_EARLY:
-            return "it goes on after the end of its episode"
-        if flaw == kernels.ACTION_OUTSIDE:
-            return f"an action outside 0 to {actions - 1}"
-        return "a reward that is not finite" if flaw else ""
-
-    def _make_room(self) -> None:
-        """The oldest segment goes: from the tree first, so that nothing of it is drawn whatever comes."""
-        slot = self._ring.next_slot
-        freed = self._ring.steps_in(slot)
-        if freed:
-            self._set_leaves(slot, 0)
-        self._ring.evict()
-        self.limiter.drawable_steps -= freed
-
-    def _set_leaves(self, slot: int, owned: int) -> None:
-        """A slot's steps as drawable as new ones are; the places that it does not use not at all."""
-        start = slot * self.segment_steps
-        self._tree.set_slot(start, start + self.segment_steps, owned, self._new_leaf)
 
     # --- drawing ------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import numpy as np
 from services.replay.buffer import AgentBuffer
 from shared.codec import pack_segment, segment_checksum
 from shared.messages import Segment
+from shared.segment_frame import frame_of, read_frame
 from shared.specs import AgentSpec, Discrete, DType, vector_observation
 
 
@@ -59,7 +60,9 @@ def _use(buffer: AgentBuffer) -> None:
         rows=3,
         checksum=segment_checksum(pack_segment(buffer.spec, arrays)),
     )
-    buffer.insert(segment, arrays)
+    frame = frame_of(segment, pack_segment(buffer.spec, arrays))
+    buffer.insert(*read_frame(frame.data))
+    buffer.ring.slot_arrays(0)
     batch = buffer.draw(0, 2, 0.5)
     buffer.update_priorities(batch["index"], batch["generation"], np.ones(2, np.float32))
 

@@ -1,7 +1,7 @@
 """What numba's own language cannot say: copies between addresses, prefetches, sixteen comparisons at once.
 
 Each becomes a few instructions of whatever machine it is compiled for. Addresses are not checked: only
-`kernels.py` calls these, with places inside arrays that it was given.
+`kernels.py` and `slot_kernels.py` call these, with places inside arrays that they were given.
 """
 
 from __future__ import annotations
@@ -78,6 +78,66 @@ def _prefetch_once(_context: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.uintp), generate
+
+
+def _loader(dtype: Any, width: Any) -> Any:
+    """Reads one number from any address, aligned or not."""
+
+    @intrinsic
+    def load(_context: Any, address: Any) -> Any:
+        def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.load(builder.inttoptr(arguments[0], width.as_pointer()), align=1)
+
+        return dtype(types.uintp), generate
+
+    return load
+
+
+@intrinsic
+def _store_double(_context: Any, address: Any, value: Any) -> Any:
+    """Writes a float64 at an address that is a multiple of eight."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        at, number = arguments
+        builder.store(number, builder.inttoptr(at, ir.DoubleType().as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.uintp, types.float64), generate
+
+
+@intrinsic
+def _store_word(_context: Any, address: Any, value: Any) -> Any:
+    """Writes eight bytes at an address that is a multiple of eight: all of them at once."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        at, word = arguments
+        builder.store(word, builder.inttoptr(at, ir.IntType(64).as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.uintp, types.uint64), generate
+
+
+@intrinsic
+def _store_float(_context: Any, address: Any, value: Any) -> Any:
+    """Writes a float32 at an address that is a multiple of four."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        at, number = arguments
+        builder.store(number, builder.inttoptr(at, ir.FloatType().as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.uintp, types.float32), generate
+
+
+@intrinsic
+def _fence(_context: Any) -> Any:
+    """No store below this line is made before those above it, by the compiler or the processor."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("release")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 def _everywhere(builder: Any, value: Any) -> Any:
@@ -157,6 +217,13 @@ def _sum_running(_context: Any, source: Any, target: Any) -> Any:
 # Compiled code calls them without the context that numba adds while compiling; their types cannot say that.
 copy_bytes: Any = _copy_bytes
 zero_bytes: Any = _zero_bytes
+load_int: Any = _loader(types.int64, ir.IntType(64))
+load_float: Any = _loader(types.float32, ir.FloatType())
+load_byte: Any = _loader(types.uint8, ir.IntType(8))
+store_word: Any = _store_word
+store_float: Any = _store_float
+store_double: Any = _store_double
+fence: Any = _fence
 prefetch: Any = _prefetch
 prefetch_once: Any = _prefetch_once
 count_at_most: Any = _count_at_most

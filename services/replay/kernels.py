@@ -236,46 +236,6 @@ def _copy_stack(
         to += frame_bytes
 
 
-# --- segments ---------------------------------------------------------------------------------------------
-
-
-@numba.njit(cache=True, nogil=True)
-def unpack_columns(block: Array, offsets: Array, fields: Array, count: int, rows: Array) -> None:
-    """A segment of `count` rows from the block it travelled in, column after column, to its rows."""
-    base, row_bytes, source = rows.ctypes.data, rows.shape[1], block.ctypes.data
-    for column in range(len(fields)):
-        field, size = fields[column, 0], fields[column, 1]
-        for row in range(count - fields[column, 2]):
-            copy_bytes(base + row * row_bytes + field, source + offsets[column] + row * size, size)
-
-
-@numba.njit(cache=True, nogil=True)
-def pack_columns(rows: Array, fields: Array, count: int, offsets: Array, block: Array) -> None:
-    """And back."""
-    base, row_bytes, target = rows.ctypes.data, rows.shape[1], block.ctypes.data
-    for column in range(len(fields)):
-        field, size = fields[column, 0], fields[column, 1]
-        for row in range(count - fields[column, 2]):
-            copy_bytes(target + offsets[column] + row * size, base + row * row_bytes + field, size)
-
-
-ENDS_EARLY, ACTION_OUTSIDE, REWARD_NOT_FINITE = 1, 2, 3
-
-
-@numba.njit(cache=True, nogil=True)
-def flaw_of(terminated: Array, truncated: Array, reward: Array, action: Array, actions: int) -> int:
-    """What is wrong with these steps, by the numbers above; 0: nothing."""
-    for step in range(len(reward)):
-        if step < len(reward) - 1 and (terminated[step] or truncated[step]):
-            return ENDS_EARLY
-        if not np.isfinite(reward[step]):
-            return REWARD_NOT_FINITE
-    for step in range(len(action)):
-        if action[step] < 0 or action[step] >= actions:
-            return ACTION_OUTSIDE
-    return 0
-
-
 # --- priorities -------------------------------------------------------------------------------------------
 
 

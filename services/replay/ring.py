@@ -9,10 +9,14 @@ Next: services/learner/service.py
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,11 +24,12 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from services.replay import kernels
+from services.replay import slot_kernels
+from services.replay.sum_tree import SumTree
 from shared.codec import segment_checksum, segment_layout
 from shared.errors import ConfigError
 from shared.layout import Layout, Packed
-from shared.messages import Segment
+from shared.segment_frame import AnySegment
 from shared.specs import AgentSpec, Column
 
 log = structlog.get_logger(__name__)
@@ -51,6 +56,8 @@ METADATA = np.dtype(
         ("checksum", "<u8"),
     ]
 )
+_METADATA_STRUCT = struct.Struct("<9Q4IQ")  # the same, for writing one at once
+assert _METADATA_STRUCT.size == METADATA.itemsize
 # What drawing needs of a slot, four slots to a cache line; in memory only, generation 0 where it is invalid.
 PLACE = np.dtype(
     [("generation", "<u8"), ("before", "<u2"), ("owned", "<u2"), ("rows", "<u2"), ("unused", "<u2")]
@@ -75,7 +82,7 @@ STATE = np.dtype(
 )
 
 
-def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], *, huge_pages: bool = False) -> Array:
     """The file as an array, made (zeros) or extended to the size it needs.
 
     The space is claimed now: a write into a mapped file on a full disk would kill the process later.
@@ -85,9 +92,20 @@ def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array
     try:
         os.ftruncate(handle, size)
         _claim_space(path, handle, size)
-        return np.ndarray(shape, dtype, buffer=mmap.mmap(handle, size))
+        mapped = mmap.mmap(handle, size)
+        if huge_pages:
+            _ask_for_huge_pages(mapped)
+        return np.ndarray(shape, dtype, buffer=mapped)
     finally:
         os.close(handle)
+
+
+def _ask_for_huge_pages(mapped: mmap.mmap) -> None:
+    """Rows are drawn from all over a file of gigabytes: with pages of 2 MiB, where the kernel has them for
+    files, the processor finds nearly every row's page at once. Without them it is only slower."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages refuses
+            mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _claim_space(path: Path, handle: int, size: int) -> None:
@@ -129,6 +147,7 @@ def row_dtype(spec: AgentSpec) -> np.dtype[Any]:
     )
 
 
+@lru_cache(maxsize=1024)
 def incarnation_words(incarnation: str) -> tuple[int, int]:
     """The 32 hex digits as the two numbers that are stored."""
     return int(incarnation[:16], 16), int(incarnation[16:], 16)
@@ -137,6 +156,15 @@ def incarnation_words(incarnation: str) -> tuple[int, int]:
 def incarnation_text(words: Array) -> str:
     """And back."""
     return f"{int(words[0]):016x}{int(words[1]):016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Segments with so many rows: how they travel, where each column goes, and what is checked of it."""
+
+    layout: Layout
+    columns: Ints  # for slot_kernels.store_segment
+    checked: Ints  # for slot_kernels.flaw_of
 
 
 class State:
@@ -176,7 +204,7 @@ class Ring:
         _check_layout(directory / "layout.json", spec, slots, segment_steps, n_step)
         # All columns of a row lie together: a drawn row is one place in memory, not one for each column.
         packed = row_dtype(spec)
-        rows = map_array(directory / "rows", packed, (slots * self.slot_rows,))
+        rows = map_array(directory / "rows", packed, (slots * self.slot_rows,), huge_pages=True)
         self.columns = {column.name: rows[column.name] for column in spec.columns}
         self.packed = rows.view(np.uint8).reshape(len(rows), packed.itemsize)
         self.metadata = map_array(directory / "metadata", METADATA, (slots,))
@@ -185,12 +213,14 @@ class Ring:
         self.priority_records = map_array(directory / "priorities", priority, (slots,))
         self.priority_generation = self.priority_records["generation"]
         self.priorities = self.priority_records["raw"]
-        self._fields = self.fields(spec.columns)
-        self._layouts: dict[int, Layout] = {}  # of segments, by their rows
+        self._actions = spec.discrete.n if spec.discrete else 0
+        self._plans: dict[int, _Plan] = {}  # of segments, by their rows
         self.places = np.zeros(slots, PLACE)
         self._place_generation, self._owned = self.places["generation"], self.places["owned"]
+        self._table = self._make_table()
+        self._record = np.empty(METADATA.itemsize // WORD_BYTES, np.uint64)  # the metadata of one segment
+        self._store = slot_kernels.store_segment
         self._valid = 0  # slots that hold a segment
-        self._evicted = -1  # the slot that was made invalid for the next insert
         self.watcher: Watcher | None = None
         self.state = State(directory / "state")
         self.generation = 0
@@ -199,51 +229,49 @@ class Ring:
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def insert(self, segment: Segment, arrays: Packed, stored_after: int, priority: float) -> int:
-        """Puts a segment in the place of the oldest and commits it; the slot it got."""
+    def insert(
+        self,
+        segment: AnySegment,
+        arrays: Packed,
+        *,
+        stored_after: int,
+        priority: float,
+        tree: SumTree,
+        leaf: float,
+    ) -> int:
+        """Puts a segment in the place of the oldest and commits it; how many steps had to go.
+
+        Nothing of the oldest can be drawn from the first moment on, whatever comes: its leaves in the tree
+        are 0 then. At the end those of the new steps are `leaf`.
+        """
         slot = self.next_slot
-        if self._evicted != slot:
-            self.evict()
-        self._evicted = -1
-        self.generation += 1
-        self._write_rows(slot, segment.rows, arrays)
-        self._write_metadata(slot, segment, stored_after)
-        self._write_priorities(slot, priority)
-        self._commit(slot)
-        self.places[slot] = (self.generation, segment.before, segment.owned, segment.rows, 0)
-        self._valid += 1
-        self.next_slot = (slot + 1) % self.slots
-        return slot
-
-    def evict(self) -> None:
-        """Makes the next victim invalid."""
+        freed = self.steps_in(slot)
         if self.watcher is not None:
-            self.watcher.before_insert(self.next_slot)
-        self._invalidate(self.next_slot)
-        self._evicted = self.next_slot
+            self.watcher.before_insert(slot)
+        self.generation += 1
+        self._describe(segment, stored_after)
+        self._store(
+            self._table,
+            tree.table,
+            self._plan(segment.rows).columns,
+            arrays.block,
+            self._record,
+            slot,
+            priority,
+            leaf,
+            slot_kernels.ALL_STAGES,
+        )
+        if not freed:
+            self._valid += 1
+        self.next_slot = (slot + 1) % self.slots
+        return freed
 
-    @property
-    def full(self) -> bool:
-        """Whether every slot holds a segment."""
-        return self._valid == self.slots
-
-    def steps_in(self, slot: int) -> int:
-        """How many steps can be drawn from it."""
-        return int(self._owned[slot]) if self.commit[slot] else 0
-
-    def _invalidate(self, slot: int) -> None:
-        if self.commit[slot]:
-            self._valid -= 1
-        self.commit[slot] = 0
-        self._place_generation[slot] = 0
-
-    def _write_rows(self, slot: int, count: int, arrays: Packed) -> None:
-        rows = self.packed[slot * self.slot_rows : (slot + 1) * self.slot_rows]
-        kernels.unpack_columns(arrays.block, arrays.layout.offsets, self._fields, count, rows)
-
-    def _write_metadata(self, slot: int, segment: Segment, stored_after: int) -> None:
-        self.metadata[slot] = (
-            incarnation_words(segment.incarnation),
+    def _describe(self, segment: AnySegment, stored_after: int) -> None:
+        """The metadata, in the order of METADATA."""
+        _METADATA_STRUCT.pack_into(
+            self._record.data,
+            0,
+            *incarnation_words(segment.incarnation),
             segment.sequence,
             self.generation,
             stored_after,
@@ -258,12 +286,32 @@ class Ring:
             segment.checksum,
         )
 
-    def _write_priorities(self, slot: int, priority: float) -> None:
-        self.priorities[slot] = priority
-        self.priority_generation[slot] = self.generation
+    @property
+    def full(self) -> bool:
+        """Whether every slot holds a segment."""
+        return self._valid == self.slots
 
-    def _commit(self, slot: int) -> None:
-        self.commit[slot] = self.generation
+    def steps_in(self, slot: int) -> int:
+        """How many steps can be drawn from it."""
+        return int(self._owned[slot]) if self.commit[slot] else 0
+
+    def _invalidate(self, slot: int) -> None:
+        self.commit[slot] = 0
+        self._place_generation[slot] = 0
+
+    def _make_table(self) -> Ints:
+        """The ring as `slot_kernels.store_segment` knows it."""
+        addresses = {name: getattr(self, name).ctypes.data for name in ("metadata", "commit", "places")}
+        addresses |= {"rows": self.packed.ctypes.data, "priorities": self.priority_records.ctypes.data}
+        sizes = {
+            "row_bytes": self.packed.shape[1],
+            "slot_rows": self.slot_rows,
+            "metadata_bytes": METADATA.itemsize,
+            "priority_bytes": self.priority_records.itemsize,
+            "segment_steps": self.segment_steps,
+        }
+        entries = [addresses[name] for name in slot_kernels.RING_ADDRESSES]
+        return np.array([*entries, *(sizes[name] for name in slot_kernels.RING_SIZES)], np.int64)
 
     # --- coming back --------------------------------------------------------------------------------------
 
@@ -316,26 +364,45 @@ class Ring:
 
     def slot_arrays(self, slot: int) -> Packed:
         """A slot's arrays as they came over the wire: a copy."""
-        count = int(self.metadata["rows"][slot])
-        layout = self.segment_layout(count)
-        block = np.zeros(layout.nbytes, np.uint8)
+        plan = self._plan(int(self.metadata["rows"][slot]))
+        block = np.zeros(plan.layout.nbytes, np.uint8)
         rows = self.packed[slot * self.slot_rows : (slot + 1) * self.slot_rows]
-        kernels.pack_columns(rows, self._fields, count, layout.offsets, block)
-        return Packed(layout, block)
+        slot_kernels.read_segment(rows, plan.columns, block)
+        return Packed(plan.layout, block)
 
     def segment_layout(self, rows: int) -> Layout:
         """What the arrays of a segment with so many rows must be."""
-        layout = self._layouts.get(rows)
-        if layout is None:
-            layout = self._layouts[rows] = segment_layout(self.spec, rows)
-        return layout
+        return self._plan(rows).layout
+
+    def flaw(self, packed: Packed, rows: int) -> str:
+        """Why no learner could train on these rows, which must not be drawn again and again; else empty."""
+        flaw = slot_kernels.flaw_of(packed.block, self._plan(rows).checked)
+        if flaw == slot_kernels.ENDS_EARLY:
+            return "it goes on after the end of its episode"
+        if flaw == slot_kernels.ACTION_OUTSIDE:
+            return f"an action outside 0 to {self._actions - 1}"
+        return "a reward that is not finite" if flaw else ""
+
+    def _plan(self, rows: int) -> _Plan:
+        plan = self._plans.get(rows)
+        if plan is None:
+            plan = self._plans[rows] = self._make_plan(rows)
+        return plan
+
+    def _make_plan(self, rows: int) -> _Plan:
+        layout = segment_layout(self.spec, rows)
+        fields = self.fields(self.spec.columns)
+        counts = [rows - (column.per == "step") for column in self.spec.columns]
+        columns = np.column_stack((layout.offsets, fields, counts)).astype(np.int64)
+        checked = [
+            layout.places[name].offset if name in layout.places else 0 for name in slot_kernels.CHECKED
+        ]
+        return _Plan(layout, columns, np.array([*checked, rows - 1, self._actions], np.int64))
 
     def fields(self, columns: Sequence[Column]) -> Ints:
-        """Where these columns lie in a row: [columns, (offset, bytes, whether a last row has none)]."""
+        """Where these columns lie in a row: [columns, (offset, bytes)]."""
         offsets = {name: field[1] for name, field in (row_dtype(self.spec).fields or {}).items()}
-        return np.array(
-            [(offsets[column.name], column.row_bytes, column.per == "step") for column in columns], np.int64
-        )
+        return np.array([(offsets[column.name], column.row_bytes) for column in columns], np.int64)
 
     def valid_slots(self) -> Ints:
         return np.flatnonzero(self.commit)
@@ -355,7 +422,7 @@ class Ring:
 
 def _check_layout(path: Path, spec: AgentSpec, slots: int, segment_steps: int, n_step: int) -> None:
     wanted = {
-        "format": 3,
+        "format": 4,
         "spec": spec.model_dump(mode="json"),
         "slots": slots,
         "segment_steps": segment_steps,

@@ -18,8 +18,8 @@ import numpy as np
 
 from services.replay.buffer import AgentBuffer
 from shared.errors import BadMessage, ConfigError, Refused
-from shared.layout import Array, Arrays, Packed
-from shared.messages import Segment
+from shared.layout import Array, Arrays, Block, Packed
+from shared.segment_frame import AnySegment
 
 Verdict = Literal["held", "duplicate", "gap"]
 REMEMBERED_ROUNDS = 16
@@ -32,7 +32,7 @@ class Part:
     """What one actor sent of one round so far."""
 
     incarnation: str
-    segments: list[tuple[Segment, Arrays]] = field(default_factory=list)
+    segments: list[tuple[AnySegment, Packed]] = field(default_factory=list)
     closed: bool = False
 
 
@@ -64,7 +64,7 @@ class RoundBuffer:
 
     # --- segments -----------------------------------------------------------------------------------------
 
-    def offer(self, segment: Segment, arrays: Arrays) -> Verdict:
+    def offer(self, segment: AnySegment, arrays: Arrays | Block) -> Verdict:
         """Takes the next segment of a stream and keeps it until its round's turn."""
         if segment.actor_index >= self._actors:
             raise BadMessage(

@@ -29,7 +29,7 @@ from services.replay.rounds import RoundBuffer
 from services.replay.snapshot_desk import SnapshotDesk
 from shared.config import Config
 from shared.errors import BadMessage, ConfigError, NoTray, Refused
-from shared.layout import Array, Arrays, Block
+from shared.layout import Array, Block
 from shared.links.requests import Incoming, OnIncoming, RequestReceiver
 from shared.links.segments import SegmentReceiver
 from shared.links.trays import TrayTable
@@ -49,19 +49,20 @@ from shared.messages import (
     RunNotice,
     RunState,
     SampleRequest,
-    Segment,
     StreamMarks,
     StreamReport,
     Token,
 )
 from shared.ownership import own
 from shared.placement import replay_of
+from shared.segment_frame import SegmentHead
 from shared.service import Service
 from shared.specs import AgentSpec
 
 log = get_logger()
 
 TICK_S = 0.25
+ACKNOWLEDGE_S = 0.005  # while segments keep coming: hearing of some costs an actor as much as sending one
 GAP_PAUSE_S = 0.2  # a stream with a gap is told so at most this often
 BATCHES_A_TURN = 8  # for one agent, before segments get their turn
 REMEMBERED_DRAWS = 256
@@ -148,7 +149,8 @@ class ReplayService(Service):
         self.lock: int | None = None
         self.desks: dict[str, AgentDesk] = {}
         self.acknowledged: dict[tuple[str, str], int] = {}  # (incarnation, agent): last number acknowledged
-        self.dirty: dict[str, set[str]] = {}  # incarnation: agents whose marks moved this turn
+        self.dirty: dict[str, set[str]] = {}  # incarnation: agents whose marks moved
+        self._acknowledged_at = 0.0
         self.gap_told: dict[tuple[str, str], float] = {}
         self.leases: RunNotice | None = None
         self.counters: Counter[str] = Counter()
@@ -253,7 +255,7 @@ class ReplayService(Service):
             if desk.rounds is not None:
                 self._advance_rounds(agent, desk, desk.rounds)
             more |= self._serve(agent, desk)
-        self._acknowledge()
+        more |= self._acknowledge()
         return self.snapshots.advance() or more
 
     def ends_with(self, state: RunState) -> bool:
@@ -282,12 +284,12 @@ class ReplayService(Service):
 
     # --- segments ---------------------------------------------------------------------------------------
 
-    def on_segment(self, segment: Segment, arrays: Arrays) -> None:
+    def on_segment(self, segment: SegmentHead, block: Block) -> None:
         desk = self.desks.get(segment.agent)
         if desk is None:
             raise BadMessage(f"a segment of agent {segment.agent!r}; kept here are {', '.join(self.desks)}")
         insert = desk.buffer.insert if desk.rounds is None else desk.rounds.offer
-        verdict = insert(segment, arrays)
+        verdict = insert(segment, block)
         if verdict == "gap":
             self._tell_gap(segment.incarnation, segment.agent, desk)
         else:
@@ -301,11 +303,22 @@ class ReplayService(Service):
         mark = self._mark(incarnation, agent, desk).model_copy(update={"gap": True})
         self.requests.reply(incarnation.encode(), StreamMarks(incarnation=incarnation, marks={agent: mark}))
 
-    def _acknowledge(self) -> None:
-        """One message for each actor whose streams moved; its socket's identity is its incarnation."""
+    def _acknowledge(self) -> bool:
+        """For all actors whose streams moved; True when that is put off because segments keep coming."""
+        pressed, self.segments.pressed = self.segments.pressed, False
+        if not self.dirty:
+            return False
+        if pressed and time.monotonic() - self._acknowledged_at < ACKNOWLEDGE_S:
+            return True
+        self._acknowledge_all()
+        return False
+
+    def _acknowledge_all(self) -> None:
+        """One message for each actor; its socket's identity is its incarnation."""
         dirty, self.dirty = self.dirty, {}
         for incarnation, agents in dirty.items():
             self.requests.reply(incarnation.encode(), self._marks(incarnation, agents))
+        self._acknowledged_at = time.monotonic()
 
     def _marks(self, incarnation: str, agents: set[str], request: int = 0) -> StreamMarks:
         now = time.monotonic()
@@ -596,7 +609,7 @@ class ReplayService(Service):
             desk.buffer.sync()
 
     def wind_down(self) -> None:
-        self._acknowledge()
+        self._acknowledge_all()
         self.snapshots.end()
         self._syncs.cancel()  # the loop still turns for the last words
         self.syncer.shutdown()

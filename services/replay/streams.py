@@ -26,6 +26,8 @@ ROW = np.dtype(
         ("flags", "<u8"),
     ]
 )
+WORDS = ROW.itemsize // 8
+SEQUENCE, STORED_STEPS, PRODUCED_STEPS = 2, 3, 4  # which words of a row
 USED, FINAL = 1, 2
 FIRST_ROWS = 64
 
@@ -57,8 +59,8 @@ class Streams:
 
     def _map(self, rows: int) -> None:
         self._table = map_array(self._path, ROW, (rows,))
-        # Asking a table for a column takes longer than reading a number from it.
-        self._columns = {name: self._table[name] for name in ROW.names or ()}
+        # Numbers one by one, which numpy takes four times as long for.
+        self._words = self._table.view(np.uint64).data
 
     @property
     def stored_steps(self) -> int:
@@ -67,10 +69,10 @@ class Streams:
 
     def mark(self, incarnation: str) -> int:
         """The last number stored; 0 before the first."""
-        return self._number(incarnation, "sequence")
+        return self._number(incarnation, SEQUENCE)
 
     def stored_steps_of(self, incarnation: str) -> int:
-        return self._number(incarnation, "stored_steps")
+        return self._number(incarnation, STORED_STEPS)
 
     def judge(self, incarnation: str, sequence: int) -> Judgement:
         expected = self.mark(incarnation) + 1
@@ -81,9 +83,10 @@ class Streams:
     def advance(self, incarnation: str, sequence: int, stored: int, produced: int, now: float) -> None:
         """A segment was committed: its number and the stream's counts with it."""
         row = self._row(incarnation)
-        self._stored_steps += stored - int(self._columns["stored_steps"][row])
-        self._columns["stored_steps"][row] = stored
-        self._columns["sequence"][row] = sequence
+        words, first = self._words, row * WORDS
+        self._stored_steps += stored - words[first + STORED_STEPS]
+        words[first + STORED_STEPS] = stored
+        words[first + SEQUENCE] = sequence
         self._raise_produced(row, produced)
         self._heard[incarnation] = now
 
@@ -146,13 +149,13 @@ class Streams:
     def sync(self) -> None:
         sync_file(self._path)
 
-    def _number(self, incarnation: str, field: str) -> int:
+    def _number(self, incarnation: str, word: int) -> int:
         row = self._rows.get(incarnation)
-        return 0 if row is None else int(self._columns[field][row])
+        return 0 if row is None else self._words[row * WORDS + word]
 
     def _raise_produced(self, row: int, produced: int) -> None:
-        column = self._columns["produced_steps"]
-        column[row] = max(int(column[row]), produced)
+        place = row * WORDS + PRODUCED_STEPS
+        self._words[place] = max(self._words[place], produced)
 
     def _row(self, incarnation: str) -> int:
         if incarnation not in self._rows:

@@ -36,6 +36,9 @@ class SumTree:
         self._leaves = self._all_leaves[:capacity]
         self._sums = _aligned_zeros(sum(sizes), np.dtype(np.float64))
         self._running = _aligned_zeros(sum(sizes), np.dtype(np.float64))
+        arrays = (self._all_leaves, self._sums, self._running)
+        # The tree as `slot_kernels.store_segment` knows it, which sets the leaves of a slot.
+        self.table = np.array([*(array.ctypes.data for array in arrays), *self._offsets], np.int64)
 
     @property
     def total(self) -> float:
@@ -62,12 +65,6 @@ class SumTree:
         """Leaves start, start + 1, ... at once."""
         self._leaves[start : start + len(values)] = values
         self._sum_up(start, start + len(values))
-
-    def set_slot(self, start: int, stop: int, used: int, value: float) -> None:
-        """Leaves start to stop: the first `used` of them to one value, the others to 0."""
-        self._leaves[start : start + used] = value
-        self._leaves[start + used : stop] = 0.0
-        self._sum_up(start, stop)
 
     def _sum_up(self, start: int, stop: int) -> None:
         tree_sum_up(self._all_leaves, self._sums, self._running, self._offsets, start, stop)

@@ -9,40 +9,38 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import zmq
 
-from shared.codec import decode, encode
 from shared.errors import BadMessage
-from shared.layout import Arrays
+from shared.layout import Block
 from shared.links.network import ConnectionWatch, Network
 from shared.logs import get_logger
-from shared.messages import Segment
+from shared.segment_frame import SegmentFrame, SegmentHead, read_frame
 
 log = get_logger()
 
 RECEIVE_QUEUE = 1_000
 SEGMENTS_A_TURN = 64
+COPIED_BYTES = 64 * 1024  # up to here a copy costs less than telling when libzmq needs the original no more
 
-OnSegment = Callable[[Segment, Arrays], None]
+OnSegment = Callable[[SegmentHead, Block], None]
 
 
 class SegmentSender:
     """The actor's end."""
 
-    def __init__(self, network: Network, endpoint: str, *, run: str, queue: int) -> None:
-        self._run = run
+    def __init__(self, network: Network, endpoint: str, *, queue: int) -> None:
         self._loop = network.loop
         self._socket = network.socket(zmq.PUSH, queue=queue)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         network.connect(self._socket, endpoint)
 
-    def send(self, segment: Segment, arrays: Arrays) -> bool:
+    def send(self, segment: SegmentFrame) -> bool:
         """Queues a segment. False: the queue is full or nobody is there; the loop wakes when that changes."""
-        frames = encode(segment, arrays, self._run)
+        data = segment.data
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self._socket.send(data, zmq.NOBLOCK, copy=len(data) <= COPIED_BYTES)
         except zmq.Again:
             self._loop.wake_when_writable(self._socket)
             return False
@@ -58,6 +56,7 @@ class SegmentReceiver:
 
     def __init__(self, network: Network, endpoint: str, on_segment: OnSegment, *, run: str) -> None:
         self.counters: Counter[str] = Counter()
+        self.pressed = False  # more had come than it takes in a turn; for whoever wants to know to set back
         self._on_segment = on_segment
         self._run = run
         self._loop = network.loop
@@ -71,14 +70,15 @@ class SegmentReceiver:
         """Takes what has arrived, up to a bound, so that samples are served in between."""
         for _ in range(SEGMENTS_A_TURN):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             try:
-                self._take(frames)
+                self._take(frame)
             except BadMessage as error:
                 self.counters["bad_segments"] += 1
                 log.warning("bad segment dropped", reason=str(error))
+        self.pressed = True
 
     def close(self) -> None:
         self._loop.forget(self._watch.socket)
@@ -86,11 +86,15 @@ class SegmentReceiver:
         self._watch.close()
         self._socket.close()
 
-    def _take(self, frames: list[Any]) -> None:
-        received = decode(frames)
-        segment = received.message
-        if not isinstance(segment, Segment):
-            raise BadMessage(f"{segment.kind} on the segment link")  # type: ignore[attr-defined]
+    def _take(self, frame: zmq.Frame) -> None:
+        if frame.more:
+            self._drop_rest()
+        segment, block = read_frame(frame)
         if segment.run != self._run:
             raise BadMessage(f"a segment of run {segment.run!r}; this is run {self._run!r}")
-        self._on_segment(segment, received.arrays)
+        self._on_segment(segment, block)
+
+    def _drop_rest(self) -> None:
+        """A message of several frames is no segment: its rest must not be taken for one."""
+        rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        raise BadMessage(f"a message of {1 + len(rest)} frames; a segment is one")

@@ -7,14 +7,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.actor.outbox import GO_BACK_PAUSE_S, Outbox
 from shared.errors import BrokenInvariant
-from shared.layout import Arrays
 from shared.messages import Mark, Segment
+from shared.segment_frame import SegmentFrame, frame_of
 
 AGENT = "agent_0"
 
 
-def segment(sequence: int, agent: str = AGENT) -> Segment:
-    return Segment(
+def segment(sequence: int, agent: str = AGENT) -> SegmentFrame:
+    head = Segment(
         incarnation="0" * 32,
         agent=agent,
         sequence=sequence,
@@ -27,6 +27,7 @@ def segment(sequence: int, agent: str = AGENT) -> Segment:
         rows=2,
         checksum=0,
     )
+    return frame_of(head, {})
 
 
 class Link:
@@ -36,18 +37,18 @@ class Link:
         self.room = room
         self.sent: list[int] = []
 
-    def send(self, message: Segment, _arrays: Arrays) -> bool:
+    def send(self, message: SegmentFrame) -> bool:
         if not self.room:
             return False
         self.room -= 1
-        self.sent.append(message.sequence)
+        self.sent.append(message.head.sequence)
         return True
 
 
 def filled(count: int, window: int = 100, sent: bool = True) -> tuple[Outbox, Link]:
     outbox, link = Outbox([AGENT], window), Link()
     for number in range(1, count + 1):
-        outbox.add(segment(number), {})
+        outbox.add(segment(number))
     if sent:
         outbox.pump(AGENT, link.send)
     return outbox, link
@@ -70,10 +71,10 @@ class LossyChannel(RuleBasedStateMachine):
         self.marks: list[tuple[Mark, bool]] = []
         self.now = 0.0
 
-    def send(self, message: Segment, _arrays: Arrays) -> bool:
+    def send(self, message: SegmentFrame) -> bool:
         if len(self.channel) >= 4:
             return False
-        self.channel.append(message.sequence)
+        self.channel.append(message.head.sequence)
         return True
 
     @precondition(lambda self: not self.outbox.full)
@@ -81,7 +82,7 @@ class LossyChannel(RuleBasedStateMachine):
     def produce(self, count: int) -> None:
         for _ in range(count):
             if not self.outbox.full:
-                self.outbox.add(segment(self.outbox.next_sequence(AGENT)), {})
+                self.outbox.add(segment(self.outbox.next_sequence(AGENT)))
 
     @rule()
     def pump(self) -> None:
@@ -160,7 +161,7 @@ TestLossyChannel = LossyChannel.TestCase
 def test_segments_are_sent_in_order_and_once() -> None:
     """Without trouble nothing is sent twice, however often the outbox is pumped."""
     outbox, link = filled(3)
-    outbox.add(segment(4), {})
+    outbox.add(segment(4))
     assert outbox.unsent
     assert outbox.pump(AGENT, link.send)
     assert outbox.pump(AGENT, link.send)
@@ -173,7 +174,7 @@ def test_segment_out_of_turn_is_refused() -> None:
     """A stream's numbers have no gaps."""
     outbox, _link = filled(1)
     with pytest.raises(ValueError, match="expected 2"):
-        outbox.add(segment(3), {})
+        outbox.add(segment(3))
 
 
 def test_link_that_is_full_is_taken_up_where_it_stopped() -> None:
@@ -190,7 +191,7 @@ def test_window_that_is_full_names_its_agent_until_something_is_acknowledged() -
     """Only acknowledgements make room; that something is stored is not enough."""
     outbox = Outbox(["a", "b"], 2)
     for number in (1, 2):
-        outbox.add(segment(number, "b"), {})
+        outbox.add(segment(number, "b"))
     outbox.pump("b", Link().send)
     assert outbox.full == ["b"]
     outbox.on_mark("b", Mark(stored=2, acknowledged=0), 0.0, reported=False)
@@ -274,7 +275,7 @@ def test_mark_behind_what_was_acknowledged_breaks_the_stream(waiting: int) -> No
     outbox, link = filled(4)
     outbox.on_mark(AGENT, stored(4), 0.0, reported=True)
     for number in range(5, 5 + waiting):
-        outbox.add(segment(number), {})
+        outbox.add(segment(number))
     outbox.pump(AGENT, link.send)
     outbox.on_mark(AGENT, stored(1), 1.0, reported=True)
     with pytest.raises(BrokenInvariant, match="lost"):

@@ -17,6 +17,7 @@ from waiting import wait_for
 from shared.codec import encode, segment_checksum
 from shared.layout import pack
 from shared.messages import Hello, ReplayStatsRequest, RunStatus, Segment, SpecRequest, StatusRequest
+from shared.segment_frame import HEADER_BYTES, frame_of
 from shared.specs import AgentSpec
 
 pytestmark = pytest.mark.integration
@@ -54,23 +55,28 @@ def bad_segments(spec: AgentSpec, run: str) -> list[list[Any]]:
     wide = arrays | {"observation": np.zeros((6, 7), arrays["observation"].dtype)}
     long = {name: np.concatenate([array, array]) for name, array in arrays.items()}
     other_type = arrays | {"reward": arrays["reward"].astype(np.float64)}
-    whole = encode(segment, arrays)
+    whole = frame_of(segment, arrays).data
+
+    def changed(**changes: Any) -> list[Any]:
+        return [frame_of(segment.model_copy(update=changes), arrays).data]
+
     return [
-        encode(segment, wide),
-        encode(segment, long),
-        encode(segment, other_type),
-        encode(segment.model_copy(update={"rows": 60_000, "owned": 50_000}), arrays),
-        encode(segment, {name: array for name, array in arrays.items() if name != "turn"}),
-        encode(segment.model_copy(update={"checksum": segment.checksum ^ 1}), arrays),
-        encode(segment.model_copy(update={"agent": "agent_99"}), arrays),
-        encode(segment.model_copy(update={"run": "another"}), arrays),
+        [frame_of(segment, wide).data],
+        [frame_of(segment, long).data],
+        [frame_of(segment, other_type).data],
+        changed(rows=60_000, owned=50_000),
+        [frame_of(segment, {name: array for name, array in arrays.items() if name != "turn"}).data],
+        changed(checksum=segment.checksum ^ 1),
+        changed(agent="agent_99"),
+        changed(run="another"),
         encode(Hello(run=run, service="client", instance="x", incarnation=uuid.uuid4().hex)),
-        [whole[0], bytes(whole[1])[:-4], *whole[2:]],
-        whole[:-1],
-        [bytes(whole[0])[:-20], *whole[1:]],
+        encode(segment, arrays),
+        [whole[:-4]],
+        [whole, b""],
+        [whole[: HEADER_BYTES - 20]],
+        [b"segment\x02" + bytes(whole)[8:]],
         [b""],
         [os.urandom(300), os.urandom(5)],
-        [b'{"kind": "segment", "protocol": 2}'],
     ]
 
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from replay_episodes import AGENT, Episode, Sender, assert_row, fill, make_buffer, make_spec
 
 from services.replay.buffer import AgentBuffer, _draw_key
+from shared.codec import pack_segment
 from shared.errors import Refused, SpecMismatch, StaleToken
+from shared.segment_frame import frame_of, read_frame
 from shared.specs import DType
 
 SPEC = make_spec()
@@ -394,6 +396,25 @@ def test_insert_wrong_arrays_is_refused(tmp_path: Path) -> None:
     arrays["truncated"][1] = True
     with pytest.raises(SpecMismatch, match="after the end of its episode"):
         buffer.insert(sender.segment(1, lengths, arrays), arrays)
+
+
+def test_insert_of_what_came_in_a_frame_is_held_to_its_length_and_its_digest(tmp_path: Path) -> None:
+    """Arrays from the wire are bytes: they must be as many as the spec needs, and made for this spec."""
+    buffer, sender = make_buffer(tmp_path, SPEC), Sender(SPEC)
+    (lengths, arrays), *_ = Episode(SPEC, 0, 4).cut(4, 3)
+    head, block = read_frame(frame_of(sender.next(lengths, arrays), pack_segment(SPEC, arrays)).data)
+    with pytest.raises(SpecMismatch, match=f"arrays of {len(block) - 1} bytes"):
+        buffer.insert(head, block[:-1])
+    with pytest.raises(SpecMismatch, match=f"arrays of {len(block) + 64} bytes"):
+        buffer.insert(head, np.concatenate([block, np.zeros(64, np.uint8)]))
+    with pytest.raises(SpecMismatch, match="its arrays are others"):
+        buffer.insert(head._replace(layout=head.layout ^ 1), block)
+    with pytest.raises(SpecMismatch, match="rows after"):
+        buffer.insert(head._replace(rows=60_000), block)
+    assert buffer.drawable_steps == 0
+    assert buffer.insert(head, block) == "stored"
+    for name, kept in buffer.ring.slot_arrays(0).items():
+        np.testing.assert_array_equal(kept, arrays[name])
 
 
 def test_insert_duplicates_and_gaps_are_dropped_and_counted(tmp_path: Path) -> None:

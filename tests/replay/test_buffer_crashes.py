@@ -23,17 +23,15 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from replay_episodes import Episode, Sender, assert_row, make_buffer, make_spec
+from replay_episodes import DeathError, Episode, Sender, assert_row, die_before, make_buffer, make_spec
+
+from services.replay.slot_kernels import STAGES
 
 SPEC = make_spec(stack=3)
 SLOTS, SEGMENT_STEPS, N_STEP = 4, 4, 2
 RATIOS, MIN_STEPS, TOLERANCES = (0.25, 1.0, 2.5, 8.0), (1, 4, 9, 20), (0.0, 4.0, 30.5, 200.0)
 BATCHES = (1, 6, 40, 500)
-DEATHS = ("_invalidate", "_write_rows", "_write_metadata", "_write_priorities", "_commit", "advance")
-
-
-class DeathError(Exception):
-    """Stands for the end of the process."""
+DEATHS = (*STAGES, "advance")
 
 
 @dataclass
@@ -257,7 +255,10 @@ class BufferMachine(RuleBasedStateMachine):
         def die(*_: object) -> None:
             raise DeathError
 
-        setattr(self.buffer._streams if stage == "advance" else self.buffer._ring, stage, die)
+        if stage == "advance":
+            self.buffer._streams.advance = die
+        else:
+            die_before(self.buffer._ring, stage)
         try:
             self.buffer.insert(piece[0], piece[1], now=0.0)
         except DeathError:
@@ -267,7 +268,7 @@ class BufferMachine(RuleBasedStateMachine):
         if stage == "advance":
             self.sent[stream].append(self.waiting[stream].pop(0))
             self.note_stored(piece)
-        elif stage != "_invalidate":
+        elif stage != "invalidate":
             self.slots[self.victim] = None
             self.last = None
         self.reopen()

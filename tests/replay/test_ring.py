@@ -6,18 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from replay_episodes import Episode, Sender, make_spec
+from replay_episodes import DeathError, Episode, Sender, die_before, make_spec
 
 from services.replay.ring import Ring
+from services.replay.slot_kernels import STAGES
+from services.replay.sum_tree import SumTree
 from shared.codec import pack_segment
 from shared.errors import ConfigError
 
 SPEC = make_spec(stack=2)
-STAGES = ("_invalidate", "_write_rows", "_write_metadata", "_write_priorities", "_commit")
-
-
-class DeathError(Exception):
-    """Stands for the end of the process."""
 
 
 def open_ring(directory: Path, slots: int = 3) -> Ring:
@@ -27,7 +24,8 @@ def open_ring(directory: Path, slots: int = 3) -> Ring:
 def put(ring: Ring, sender: Sender) -> dict[str, np.ndarray]:
     (lengths, arrays), *_ = Episode(SPEC, 100 * sender.sequence, 4, "terminated").cut(4, 3)
     packed = pack_segment(SPEC, arrays)
-    ring.insert(sender.next(lengths, arrays), packed, stored_after=sender.produced, priority=1.0)
+    segment, tree = sender.next(lengths, arrays), SumTree(ring.slots * ring.segment_steps)
+    ring.insert(segment, packed, stored_after=sender.produced, priority=1.0, tree=tree, leaf=1.0)
     return arrays
 
 
@@ -56,23 +54,17 @@ def test_insert_past_the_end_overwrites_the_oldest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("full", [False, True])
-def test_death_before_a_stage_leaves_only_whole_segments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, full: bool
-) -> None:
+def test_death_before_a_stage_leaves_only_whole_segments(tmp_path: Path, stage: str, full: bool) -> None:
     """A process that dies before any stage of an insert loses at most the victim, and nothing is damaged."""
     ring, sender = open_ring(tmp_path), Sender(SPEC)
     for _ in range(5 if full else 2):
         put(ring, sender)
     before = sequences(ring)
-
-    def die(*_: object) -> None:
-        raise DeathError
-
-    monkeypatch.setattr(ring, stage, die)
+    die_before(ring, stage)
     with pytest.raises(DeathError):
         put(ring, sender)
     again = open_ring(tmp_path)
-    kept = before[1:] if full and stage != "_invalidate" else before
+    kept = before[1:] if full and stage != "invalidate" else before
     assert sequences(again) == kept
     assert again.state["damaged_slots"] == 0
     put(again, sender)

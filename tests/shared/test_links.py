@@ -13,7 +13,7 @@ import zmq
 
 from shared.codec import Received, encode
 from shared.errors import BadMessage, PeerSilent, Refused, RookeryError, SpecMismatch, StaleToken
-from shared.layout import Array, Arrays
+from shared.layout import Array, Arrays, Block
 from shared.links.broadcast import NOTICES, Broadcaster, BroadcastListener, weights_topic
 from shared.links.network import Network
 from shared.links.requests import Incoming, RequestReceiver, RequestSender
@@ -34,6 +34,7 @@ from shared.messages import (
     Weights,
     Welcome,
 )
+from shared.segment_frame import SegmentFrame, SegmentHead, frame_of
 
 RUN = "this run"
 INC = "ab" * 16
@@ -82,12 +83,12 @@ class Wiring:
         return sender
 
     def segment_receiver(
-        self, on_segment: Callable[[Segment, Arrays], None], endpoint: str = "", limit: int = LIMIT
+        self, on_segment: Callable[[SegmentHead, Block], None], endpoint: str = "", limit: int = LIMIT
     ) -> SegmentReceiver:
         return SegmentReceiver(self.network(limit), endpoint or "tcp://127.0.0.1:*", on_segment, run=RUN)
 
-    def segment_sender(self, endpoint: str, queue: int = 10, run: str = RUN) -> SegmentSender:
-        sender = SegmentSender(self.network(), endpoint, run=run, queue=queue)
+    def segment_sender(self, endpoint: str, queue: int = 10) -> SegmentSender:
+        sender = SegmentSender(self.network(), endpoint, queue=queue)
         self._kept.append(sender)
         return sender
 
@@ -108,12 +109,12 @@ class Wiring:
         self.until(lambda: bool(outcome))
         return outcome[0]
 
-    def send(self, sender: SegmentSender, message: Segment, arrays: Arrays) -> None:
+    def send(self, sender: SegmentSender, segment: SegmentFrame) -> None:
         """Tries until the link takes it, once."""
         sent: list[bool] = []
 
         def try_once() -> bool:
-            if not sent and sender.send(message, arrays):
+            if not sent and sender.send(segment):
                 sent.append(True)
             return bool(sent)
 
@@ -160,8 +161,9 @@ def wait_until_free(endpoint: str) -> None:
     raise AssertionError(f"{endpoint} stays taken")
 
 
-def segment(sequence: int = 1) -> Segment:
-    return Segment(
+def segment(sequence: int = 1, arrays: Arrays | None = None, run: str = RUN) -> SegmentFrame:
+    head = Segment(
+        run=run,
         incarnation=INC,
         agent="agent_0",
         sequence=sequence,
@@ -174,6 +176,7 @@ def segment(sequence: int = 1) -> Segment:
         rows=5,
         checksum=0,
     )
+    return frame_of(head, arrays or {})
 
 
 def weights(agent: str, version: int) -> Weights:
@@ -473,14 +476,15 @@ def test_segment_with_nobody_there_is_kept_and_the_loop_wakes_when_replay_appear
     """`send` says no, and the wait ends by itself once there is somebody to send to."""
     endpoint = free_endpoint()
     sender = wiring.segment_sender(endpoint)
-    assert not sender.send(segment(), {"x": np.zeros(2)})
-    got: list[tuple[Segment, Arrays]] = []
+    assert not sender.send(segment())
+    got: list[tuple[SegmentHead, Block]] = []
     wiring.segment_receiver(lambda *pair: got.append(pair), endpoint)
-    wiring.send(sender, segment(), {"x": np.arange(2)})
+    sent = segment(arrays={"x": np.arange(2)})
+    wiring.send(sender, sent)
     wiring.until(lambda: bool(got))
-    message, arrays = got[0]
-    assert (message.sequence, message.run) == (1, RUN)
-    np.testing.assert_array_equal(arrays["x"], np.arange(2))
+    head, block = got[0]
+    assert head == sent.head
+    np.testing.assert_array_equal(block, sent.arrays.block)
 
 
 def test_segments_over_the_queue_are_kept_by_the_sender(wiring: Wiring) -> None:
@@ -489,9 +493,9 @@ def test_segments_over_the_queue_are_kept_by_the_sender(wiring: Wiring) -> None:
     pull.set_hwm(1)
     port = pull.bind_to_random_port("tcp://127.0.0.1")
     sender = wiring.segment_sender(f"tcp://127.0.0.1:{port}", queue=2)
-    big = {"x": np.zeros(1 << 19, np.uint8)}
-    wiring.send(sender, segment(), big)
-    assert any(not sender.send(segment(), big) for _ in range(1_000))
+    big = segment(arrays={"x": np.zeros(1 << 19, np.uint8)})
+    wiring.send(sender, big)
+    assert any(not sender.send(big) for _ in range(1_000))
     used, looks = time.thread_time(), Counter[str]()
     wiring.loop.turn_until(lambda: bool(looks.update(["look"])), 0.1)
     assert looks["look"] <= 20
@@ -503,19 +507,21 @@ def test_segments_over_the_queue_are_kept_by_the_sender(wiring: Wiring) -> None:
     [
         [b"nonsense"],
         encode(StatusRequest(run=RUN)),
-        encode(segment().model_copy(update={"run": "other"})),
-        [encode(segment().model_copy(update={"run": RUN}), {"x": np.zeros(3)})[0], b"short"],
+        [segment(run="other").data],
+        [segment().data[:-1]],
+        [segment(3).data, b"more"],
+        [segment(3).data, segment(4).data, segment(5).data],
     ],
-    ids=["bytes", "kind", "run", "array"],
+    ids=["bytes", "kind", "run", "torn", "two frames", "three frames"],
 )
 def test_bad_segment_is_counted_and_dropped(wiring: Wiring, frames: list[Any]) -> None:
-    """Nonsense, other messages, other runs and torn arrays never reach the buffer; the next one does."""
-    got: list[Segment] = []
-    receiver = wiring.segment_receiver(lambda message, _arrays: got.append(message))
+    """Nonsense, other messages, other runs and torn headers never reach the buffer; the next one does."""
+    got: list[SegmentHead] = []
+    receiver = wiring.segment_receiver(lambda message, _block: got.append(message))
     raw = wiring.raw(zmq.PUSH)
     raw.connect(endpoint_of(receiver))
     raw.send_multipart(frames)
-    raw.send_multipart(encode(segment(2).model_copy(update={"run": RUN})))
+    raw.send(segment(2).data)
     wiring.until(lambda: bool(got))
     assert got[0].sequence == 2
     assert receiver.counters["bad_segments"] == 1
@@ -524,12 +530,12 @@ def test_bad_segment_is_counted_and_dropped(wiring: Wiring, frames: list[Any]) -
 def test_segment_that_the_buffer_refuses_is_counted(wiring: Wiring) -> None:
     """A handler's BadMessage is counted like bad bytes."""
 
-    def refuse(_segment: Segment, _arrays: Arrays) -> None:
+    def refuse(_segment: SegmentHead, _block: Block) -> None:
         raise SpecMismatch("not the agent's columns")
 
     receiver = wiring.segment_receiver(refuse)
     sender = wiring.segment_sender(endpoint_of(receiver))
-    wiring.send(sender, segment(), {})
+    wiring.send(sender, segment())
     wiring.until(lambda: receiver.counters["bad_segments"] == 1)
 
 
@@ -553,12 +559,12 @@ def test_oversize_frame_on_requests_ends_its_connection_and_a_good_peer_goes_on(
 
 def test_oversize_segment_ends_its_connection_and_a_good_peer_goes_on(wiring: Wiring) -> None:
     """Replay goes on storing what others send."""
-    got: list[Segment] = []
-    receiver = wiring.segment_receiver(lambda message, _arrays: got.append(message), limit=1_000)
+    got: list[SegmentHead] = []
+    receiver = wiring.segment_receiver(lambda message, _block: got.append(message), limit=1_000)
     good, bad = (wiring.segment_sender(endpoint_of(receiver)) for _ in range(2))
-    wiring.send(bad, segment(), {"x": np.zeros(10_000)})
+    wiring.send(bad, segment(arrays={"x": np.zeros(10_000)}))
     wiring.until(lambda: receiver.counters["disconnects"] >= 1)
-    wiring.send(good, segment(2), {"x": np.zeros(2)})
+    wiring.send(good, segment(2, {"x": np.zeros(2)}))
     wiring.until(lambda: bool(got))
     assert {message.sequence for message in got} == {2}
 
@@ -584,11 +590,11 @@ def test_garbage_on_requests_is_counted_and_a_good_peer_goes_on(wiring: Wiring, 
 @pytest.mark.parametrize("name", list(GARBAGE))
 def test_garbage_on_segments_is_counted_and_a_good_peer_goes_on(wiring: Wiring, name: str) -> None:
     """Raw bytes on the PULL crash nothing."""
-    got: list[Segment] = []
-    receiver = wiring.segment_receiver(lambda message, _arrays: got.append(message))
+    got: list[SegmentHead] = []
+    receiver = wiring.segment_receiver(lambda message, _block: got.append(message))
     send_garbage(wiring, endpoint_of(receiver), receiver.counters, GARBAGE[name])
     sender = wiring.segment_sender(endpoint_of(receiver))
-    wiring.send(sender, segment(), {})
+    wiring.send(sender, segment())
     wiring.until(lambda: len(got) == 1)
 
 

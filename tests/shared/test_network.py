@@ -20,6 +20,7 @@ from shared.links.requests import Incoming, RequestReceiver, RequestSender
 from shared.links.segments import SegmentReceiver, SegmentSender
 from shared.loop import Loop
 from shared.messages import Hello, RunNotice, Segment, Welcome
+from shared.segment_frame import SegmentFrame, SegmentHead, frame_of
 
 LIMIT = 1 << 20
 WAIT_S = 10.0
@@ -52,7 +53,7 @@ class Town:
         welcome = Welcome(request=message.request, run_id="run", state="running", lease_s=5.0)
         self.requests.reply(incoming.peer, welcome)
 
-    def on_segment(self, _segment: Segment, _arrays: object) -> None:
+    def on_segment(self, _segment: SegmentHead, _block: object) -> None:
         self.heard.append("segment")
 
     def visit(self, keys: Keys | None) -> list[str]:
@@ -63,12 +64,12 @@ class Town:
         listener = BroadcastListener(
             network, reach(self.broadcasts), run="run", on_notice=lambda _notice: got.append("notice")
         )
-        segments = SegmentSender(network, reach(self.segments), run="run", queue=10)
-        segment, arrays = a_segment()
+        segments = SegmentSender(network, reach(self.segments), queue=10)
+        segment = a_segment()
         pushed = [False]
 
         def push() -> None:
-            pushed[0] = pushed[0] or segments.send(segment, arrays)
+            pushed[0] = pushed[0] or segments.send(segment)
 
         pushing = self.loop.every(0.02, push)
         self.loop.turn_until(lambda: {"welcome", "notice"} <= set(got) and "segment" in self.heard, QUIET_S)
@@ -103,8 +104,9 @@ def notice() -> RunNotice:
     return RunNotice(state="running", epochs=0, agent_steps=0, learners={}, versions={})
 
 
-def a_segment() -> tuple[Segment, dict[str, np.ndarray]]:
+def a_segment() -> SegmentFrame:
     segment = Segment(
+        run="run",
         incarnation="a" * 32,
         agent="agent_0",
         sequence=1,
@@ -117,7 +119,7 @@ def a_segment() -> tuple[Segment, dict[str, np.ndarray]]:
         rows=2,
         checksum=0,
     )
-    return segment, {"reward": np.zeros(1, np.float32)}
+    return frame_of(segment, {"reward": np.zeros(1, np.float32)})
 
 
 @pytest.fixture
