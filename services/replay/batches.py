@@ -43,8 +43,8 @@ class BatchMaker:
     def empty(self, size: int) -> tuple[Packed, int]:
         """The arrays of a batch with any contents, and the address of their block."""
         layout = self._layout_of_size(size)
-        block, address = self._recycler.block(layout.nbytes)
-        return Packed(layout, block), address
+        block, address, loan = self._recycler.block(layout.nbytes)
+        return Packed(layout, block, loan), address
 
     def gather(self, batch: Packed, address: int) -> None:
         """Fills in everything of the rows at batch["index"] but their weights."""

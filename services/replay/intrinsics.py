@@ -80,6 +80,19 @@ def _prefetch_once(_context: Any, address: Any) -> Any:
     return types.void(types.uintp), generate
 
 
+@intrinsic
+def _clear_word(_context: Any, address: Any) -> Any:
+    """Sets the 64 bits at this address to 0, after everything that this thread did before."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        place = builder.inttoptr(arguments[0], word.as_pointer())
+        builder.store_atomic(ir.Constant(word, 0), place, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.uintp), generate
+
+
 def _everywhere(builder: Any, value: Any) -> Any:
     """A vector with `value` at all sixteen places."""
     one = builder.insert_element(ir.Constant(_DOUBLES, ir.Undefined), value, ir.Constant(_INT32, 0))
@@ -159,6 +172,7 @@ copy_bytes: Any = _copy_bytes
 zero_bytes: Any = _zero_bytes
 prefetch: Any = _prefetch
 prefetch_once: Any = _prefetch_once
+clear_word: Any = _clear_word
 count_at_most: Any = _count_at_most
 count_sums_at_most: Any = _count_sums_at_most
 sum_floats: Any = _sum_floats

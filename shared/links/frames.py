@@ -11,6 +11,8 @@ from typing import Any
 
 import zmq
 
+from shared.layout import Arrays, Packed
+
 _EVENTS = int(zmq.EVENTS)
 _NOBLOCK, _READABLE = int(zmq.NOBLOCK), int(zmq.POLLIN)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -36,8 +38,14 @@ def more_waits(socket: Socket) -> bool:
     return bool(int(socket.get(_EVENTS)) & _READABLE)
 
 
-def send_frames(socket: Socket, frames: Sequence[Any]) -> None:
-    """Queues a message whole or raises; what is large is sent from where it lies."""
+def send_frames(socket: Socket, frames: Sequence[Any], arrays: Arrays | None = None) -> None:
+    """Queues a message whole or raises; what is large is sent from where it lies.
+
+    With `arrays`, the last frame is theirs: if they are in a block that is lent to libzmq, it goes as a loan.
+    """
     for frame in frames[:-1]:
         socket.send(frame, _MORE, False)
-    socket.send(frames[-1], _NOBLOCK, False)
+    if isinstance(arrays, Packed) and arrays.loan is not None:
+        arrays.loan.send(socket, _NOBLOCK)
+    else:
+        socket.send(frames[-1], _NOBLOCK, False)

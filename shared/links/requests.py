@@ -231,7 +231,7 @@ class RequestReceiver:
         """Sends to one peer. False: it is gone or does not read; dropped and counted."""
         frames = encode(message, arrays, self.run)
         try:
-            send_frames(self._socket, [peer, *frames])
+            send_frames(self._socket, [peer, *frames], arrays)
         except (zmq.Again, zmq.ZMQError) as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
