@@ -37,6 +37,7 @@ OnFailure = Callable[[RookeryError], None]
 class _Pending:
     message: Request
     arrays: Arrays | None
+    asked: tuple[int, float]  # its number and its deadline
     on_reply: OnReply
     on_failure: OnFailure
     deadline: float
@@ -74,13 +75,12 @@ class RequestSender:
         """Sends a request and repeats it every `retry_s` until it is answered or `timeout_s` is over."""
         number = self._next_request
         self._next_request += 1
-        stamped = message.model_copy(update={"request": number, "deadline_s": timeout_s})
-        now = time.monotonic()
-        pending = _Pending(
-            stamped, arrays, on_reply, on_failure or _log_failure, now + timeout_s, retry_s, now + retry_s
+        asked, now = (number, float(timeout_s)), time.monotonic()
+        failed = on_failure or _log_failure
+        self._pending[number] = _Pending(
+            message, arrays, asked, on_reply, failed, now + timeout_s, retry_s, now + retry_s
         )
-        self._pending[number] = pending
-        self._send(stamped, arrays)
+        self._send(message, arrays, asked)
         return number
 
     def tell(self, message: Message, arrays: Arrays | None = None) -> bool:
@@ -144,9 +144,9 @@ class RequestSender:
         else:
             handler(received)
 
-    def _send(self, message: Message, arrays: Arrays | None) -> bool:
+    def _send(self, message: Message, arrays: Arrays | None, asked: tuple[int, float] | None = None) -> bool:
         try:
-            send_frames(self._socket, encode(message, arrays, self.run))
+            send_frames(self._socket, encode(message, arrays, self.run, asked))
         except zmq.Again:
             self.counters["send_queue_full"] += 1
             return False
@@ -162,7 +162,7 @@ class RequestSender:
             elif now >= pending.next_send:
                 pending.next_send = now + pending.retry_s
                 self.counters["repeats"] += 1
-                self._send(pending.message, pending.arrays)
+                self._send(pending.message, pending.arrays, pending.asked)
 
 
 def refusal(reply: ErrorReply) -> Refused:
