@@ -81,6 +81,16 @@ def _prefetch_once(_context: Any, address: Any) -> Any:
 
 
 @intrinsic
+def _at_address(_context: Any, address: Any) -> Any:
+    """The address as a pointer, of which `numba.carray` makes an array."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], _BYTE)
+
+    return types.voidptr(types.uintp), generate
+
+
+@intrinsic
 def _clear_word(_context: Any, address: Any) -> Any:
     """Sets the 64 bits at this address to 0, after everything that this thread did before."""
 
@@ -172,6 +182,7 @@ copy_bytes: Any = _copy_bytes
 zero_bytes: Any = _zero_bytes
 prefetch: Any = _prefetch
 prefetch_once: Any = _prefetch_once
+at_address: Any = _at_address
 clear_word: Any = _clear_word
 count_at_most: Any = _count_at_most
 count_sums_at_most: Any = _count_sums_at_most
