@@ -19,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from shared.errors import BadMessage
+from shared.lending import Loan
 from shared.specs import DType, dtype_of
 
 Array = npt.NDArray[Any]
@@ -57,12 +58,15 @@ class Layout:
 
 
 class Packed(Mapping[str, Array]):
-    """Arrays that lie in one block as they travel. Views on it are made when they are asked for."""
+    """Arrays that lie in one block as they travel. Views on it are made when they are asked for.
 
-    __slots__ = ("_views", "block", "layout")
+    `loan` is for blocks that are sent again and again, with other contents each time.
+    """
 
-    def __init__(self, layout: Layout, block: Block) -> None:
-        self.layout, self.block = layout, block
+    __slots__ = ("_views", "block", "layout", "loan")
+
+    def __init__(self, layout: Layout, block: Block, loan: Loan | None = None) -> None:
+        self.layout, self.block, self.loan = layout, block, loan
         self._views: dict[str, Array] = {}
 
     def __getitem__(self, name: str) -> Array:

@@ -2,6 +2,10 @@
 
 Nothing here sleeps or polls on a schedule of its own: `turn(block=True)` waits in the operating system until
 a socket is readable, a timer is due or a signal arrives.
+
+A libzmq socket has a file descriptor that becomes readable when the socket's state may have changed, and
+stays so until somebody uses the socket; whether a message waits, the socket itself has to be asked (1 us). So
+before a wait every socket is asked that may have been used, and after it those whose descriptors woke it.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import contextlib
 import heapq
 import itertools
 import os
+import select
 import signal
 import socket
 import time
@@ -20,6 +25,8 @@ from types import FrameType
 import zmq
 
 Handler = Callable[[], None]
+
+_EVENTS = int(zmq.EVENTS)
 
 
 @dataclass(slots=True)
@@ -34,14 +41,32 @@ class Timer:
         self.cancelled = True
 
 
+@dataclass(slots=True, eq=False)
+class _Source:
+    """Something to wait for: a libzmq socket, or (`socket` is None) a plain file descriptor."""
+
+    fd: int
+    socket: zmq.Socket[bytes] | None
+    wanted: int  # POLLIN or POLLOUT
+    handler: Handler
+    shared: bool  # others than the handler may use the socket, and so take the news from its descriptor
+    fresh: bool = True  # nobody has asked the socket since it was last used
+
+    def due(self) -> bool:
+        """Asks whether there is something to do now."""
+        self.fresh = self.shared
+        return self.socket is None or bool(int(self.socket.get(_EVENTS)) & self.wanted)
+
+
 class Loop:
     """Sockets, timers and signals of one process. Belongs to the thread that created it."""
 
     def __init__(self) -> None:
         self.stopping = False
         self.stop_reason = ""
-        self._poller = zmq.Poller()
-        self._handlers: dict[zmq.Socket[bytes] | int, Handler] = {}
+        self._poll = select.poll()
+        self._sources: dict[zmq.Socket[bytes] | int, _Source] = {}
+        self._by_fd: dict[int, _Source] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._signal_handlers: dict[int, Handler] = {}
@@ -52,20 +77,25 @@ class Loop:
         self._previous_signals: dict[int, object] = {}
         self.on_readable(self._wake_receive.fileno(), self._on_wakeup)
 
-    def on_readable(self, source: zmq.Socket[bytes] | int, handler: Handler) -> None:
-        """Calls `handler` whenever the socket (or file descriptor) has something to read."""
-        self._poller.register(source, zmq.POLLIN)
-        self._handlers[source] = handler
+    def on_readable(
+        self, source: zmq.Socket[bytes] | int, handler: Handler, *, only_reader: bool = False
+    ) -> None:
+        """Calls `handler` whenever the socket (or file descriptor) has something to read.
+
+        `only_reader` promises that nobody uses the socket outside this handler, neither to read nor to send:
+        then it is asked only when its descriptor says that something happened.
+        """
+        self._register(source, zmq.POLLIN, handler, shared=not only_reader)
 
     def forget(self, source: zmq.Socket[bytes] | int) -> None:
-        if source in self._handlers:
-            self._poller.unregister(source)
-            del self._handlers[source]
+        known = self._sources.pop(source, None)
+        if known is not None:
+            del self._by_fd[known.fd]
+            self._poll.unregister(known.fd)
 
     def wake_when_writable(self, source: zmq.Socket[bytes]) -> None:
         """Ends the next wait once this socket takes messages again."""
-        self._poller.register(source, zmq.POLLOUT)
-        self._handlers[source] = lambda: self.forget(source)
+        self._register(source, zmq.POLLOUT, lambda: self.forget(source), shared=True)
 
     def every(self, period_s: float, handler: Handler, first_s: float | None = None) -> Timer:
         """Calls `handler` every `period_s`, first after `first_s` (default: one period)."""
@@ -126,11 +156,28 @@ class Loop:
     def _schedule(self, timer: Timer, delay_s: float) -> None:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), timer))
 
+    def _register(
+        self, source: zmq.Socket[bytes] | int, wanted: int, handler: Handler, *, shared: bool
+    ) -> None:
+        self.forget(source)
+        if isinstance(source, int):
+            made = _Source(source, None, wanted, handler, shared=False, fresh=False)
+        else:
+            made = _Source(int(source.get(zmq.FD)), source, wanted, handler, shared)
+        self._sources[source] = self._by_fd[made.fd] = made
+        self._poll.register(made.fd, select.POLLIN)
+
     def _wait_and_handle(self, timeout_ms: int) -> None:
-        for source, _events in self._poller.poll(timeout_ms):
-            handler = self._handlers.get(source)
-            if handler is not None:
-                handler()
+        # What was used may have a message although its descriptor is silent; what comes now wakes the poll.
+        due = [source for source in self._sources.values() if source.fresh and source.due()]
+        for fd, _events in self._poll.poll(0 if due else timeout_ms):
+            source = self._by_fd[fd]
+            if source not in due and source.due():
+                due.append(source)
+        for source in due:
+            if self._by_fd.get(source.fd) is source:  # not forgotten by a handler before it
+                source.fresh = source.socket is not None
+                source.handler()
         self._run_timers()
 
     def _remaining_ms(self) -> int:

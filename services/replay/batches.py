@@ -14,7 +14,8 @@ import numpy as np
 
 from services.replay import kernels
 from services.replay.recycler import Recycler
-from services.replay.ring import Ring
+from services.replay.ring import Array, Ring
+from services.replay.sum_tree import SumTree
 from shared.errors import Refused
 from shared.layout import ALIGNMENT_BYTES, Block, Layout, Packed, layout_of
 
@@ -37,6 +38,9 @@ class BatchMaker:
         self._passed_on = [column for column in ring.spec.step_columns if column.name in PASSED_ON]
         self._fields = ring.fields(self._passed_on)
         self._frame_bytes = ring.spec.observation.row_bytes
+        self._reward, self._terminated = ring.columns["reward"], ring.columns["terminated"]
+        shape = ring.segment_steps, ring.slot_rows, ring.spec.stack, self._frame_bytes
+        self._shape = np.array(shape, np.int64)
         self._layout_of_size = lru_cache(maxsize=16)(self._layout)
         self._recycler = Recycler()
 
@@ -45,16 +49,40 @@ class BatchMaker:
         layout = self._layout_of_size(size)
         if tray is not None and tray.nbytes >= layout.nbytes:
             return Packed(layout, tray), tray.ctypes.data
-        block, address = self._recycler.block(layout.nbytes)
-        return Packed(layout, block), address
+        block, address, loan = self._recycler.block(layout.nbytes)
+        return Packed(layout, block, loan), address
+
+    def draw(self, size: int, key: Array, number: int, tree: SumTree, tray: Block | None) -> Packed:
+        """Draw `number`, its weights still P over the smallest P."""
+        batch, address = self.empty(size, tray)
+        leaves, running, levels = tree.parts
+        ring = self._ring
+        kernels.draw(
+            key,
+            number,
+            size,
+            leaves,
+            running,
+            levels,
+            ring.packed,
+            self._reward,
+            self._terminated,
+            ring.places,
+            self._powers,
+            self._fields,
+            address,
+            batch.layout.offsets,
+            self._shape,
+        )
+        return batch
 
     def gather(self, batch: Packed, address: int) -> None:
         """Fills in everything of the rows at batch["index"] but their weights."""
         ring = self._ring
         kernels.gather(
             ring.packed,
-            ring.columns["reward"],
-            ring.columns["terminated"],
+            self._reward,
+            self._terminated,
             ring.places,
             self._powers,
             self._fields,

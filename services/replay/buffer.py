@@ -152,12 +152,12 @@ class AgentBuffer:
             raise Refused(
                 "empty", f"the buffer of {self.agent!r} has no steps to draw; wait until can_sample"
             )
-        batch, address = self._batches.empty(batch_size, tray)
-        targets = np.empty(batch_size)
-        kernels.stratified_targets(self._key, draw_index, self._tree.total, targets)
-        smallest = self._tree.draw(targets, batch["index"], batch["weight"])
-        self._batches.gather(batch, address)
-        _weigh(batch["weight"], smallest, beta)
+        if not self._tree.total > 0.0:
+            raise ValueError("nothing to draw: every leaf is 0")
+        batch = self._batches.draw(batch_size, self._key, draw_index, self._tree, tray)
+        # (N P)^-beta over its maximum, which is the rarest row's: N and the total cancel.
+        weight = batch["weight"]
+        np.power(weight, -beta, out=weight)
         if count:
             self._state["sampled_steps"] += batch_size
             self.limiter.sampled_steps += batch_size
@@ -296,7 +296,7 @@ class AgentBuffer:
             raise StaleToken(
                 f"token {number} for {self.agent!r}, where {highest} has been seen; ask for a new lease"
             )
-        if keep:
+        if keep and number > highest:
             self.note_token(number)
 
     def note_token(self, number: int) -> None:
@@ -366,12 +366,6 @@ def _behaved(array: Array) -> Array:
 def _draw_key(seed: int, agent: str) -> npt.NDArray[np.uint64]:
     digest = hashlib.blake2b(f"{seed}/{agent}".encode(), digest_size=16).digest()
     return np.frombuffer(digest, "<u8").astype(np.uint64)
-
-
-def _weigh(leaves: Leaves, smallest: float, beta: float) -> None:
-    """Turns leaves into (N P)^-beta over the maximum, which is the rarest row's: N and the total cancel."""
-    leaves /= np.float32(smallest)
-    np.power(leaves, -beta, out=leaves)
 
 
 def _check_update(index: Array, generation: Array, priority: Array) -> None:

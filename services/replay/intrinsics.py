@@ -140,6 +140,29 @@ def _fence(_context: Any) -> Any:
     return types.void(), generate
 
 
+@intrinsic
+def _at_address(_context: Any, address: Any) -> Any:
+    """The address as a pointer, of which `numba.carray` makes an array."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], _BYTE)
+
+    return types.voidptr(types.uintp), generate
+
+
+@intrinsic
+def _clear_word(_context: Any, address: Any) -> Any:
+    """Sets the 64 bits at this address to 0, after everything that this thread did before."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        place = builder.inttoptr(arguments[0], word.as_pointer())
+        builder.store_atomic(ir.Constant(word, 0), place, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.uintp), generate
+
+
 def _everywhere(builder: Any, value: Any) -> Any:
     """A vector with `value` at all sixteen places."""
     one = builder.insert_element(ir.Constant(_DOUBLES, ir.Undefined), value, ir.Constant(_INT32, 0))
@@ -226,6 +249,8 @@ store_double: Any = _store_double
 fence: Any = _fence
 prefetch: Any = _prefetch
 prefetch_once: Any = _prefetch_once
+at_address: Any = _at_address
+clear_word: Any = _clear_word
 count_at_most: Any = _count_at_most
 count_sums_at_most: Any = _count_sums_at_most
 sum_floats: Any = _sum_floats

@@ -45,6 +45,11 @@ class SumTree:
         return float(self._running[-1])
 
     @property
+    def parts(self) -> tuple[Leaves, Floats, Ints]:
+        """Leaves, running sums and where each level of those begins: for kernels that draw."""
+        return self._all_leaves, self._running, self._offsets
+
+    @property
     def nbytes(self) -> int:
         return self._all_leaves.nbytes + self._sums.nbytes + self._running.nbytes
 

@@ -20,6 +20,7 @@ import zmq
 from shared.codec import Received, decode, encode
 from shared.errors import BadMessage, PeerSilent, Refused, RookeryError, StaleToken
 from shared.layout import Arrays
+from shared.links.frames import more_waits, receive_frames, send_frames
 from shared.links.network import ConnectionWatch, Network
 from shared.logs import get_logger
 from shared.messages import ErrorReply, Hello, Message, Reply, Request
@@ -39,6 +40,7 @@ OnFailure = Callable[[RookeryError], None]
 class _Pending:
     message: Request
     arrays: Arrays | None
+    asked: tuple[int, float]  # its number and its deadline
     on_reply: OnReply
     on_failure: OnFailure
     deadline: float
@@ -81,20 +83,12 @@ class RequestSender:
         """
         number = self._next_request
         self._next_request += 1
-        stamped = message.model_copy(update={"request": number, "deadline_s": timeout_s})
-        now = time.monotonic()
-        pending = _Pending(
-            stamped,
-            arrays,
-            on_reply,
-            on_failure or _log_failure,
-            now + timeout_s,
-            retry_s,
-            now + retry_s,
-            once,
+        asked, now = (number, float(timeout_s)), time.monotonic()
+        failed = on_failure or _log_failure
+        self._pending[number] = _Pending(
+            message, arrays, asked, on_reply, failed, now + timeout_s, retry_s, now + retry_s, once
         )
-        self._pending[number] = pending
-        self._send(stamped, arrays)
+        self._send(message, arrays, asked)
         return number
 
     def tell(self, message: Message, arrays: Arrays | None = None) -> bool:
@@ -120,15 +114,16 @@ class RequestSender:
     def receive(self) -> None:
         """Takes what has arrived, up to a bound."""
         for _ in range(MESSAGES_A_TURN):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            frames = receive_frames(self._socket)
+            if frames is None:
                 return
             try:
                 self._take(decode(frames))
             except BadMessage as error:
                 self.counters["bad_messages"] += 1
                 log.warning("bad answer dropped", endpoint=self.endpoint, reason=str(error))
+            if not more_waits(self._socket):
+                return
 
     def close(self) -> None:
         """Open questions are dropped: nobody hears of them again."""
@@ -157,9 +152,9 @@ class RequestSender:
         else:
             handler(received)
 
-    def _send(self, message: Message, arrays: Arrays | None) -> bool:
+    def _send(self, message: Message, arrays: Arrays | None, asked: tuple[int, float] | None = None) -> bool:
         try:
-            self._socket.send_multipart(encode(message, arrays, self.run), zmq.NOBLOCK, copy=False)
+            send_frames(self._socket, encode(message, arrays, self.run, asked))
         except zmq.Again:
             self.counters["send_queue_full"] += 1
             return False
@@ -177,7 +172,7 @@ class RequestSender:
                 if pending.once:
                     pending.message, pending.once = pending.message.model_copy(update=pending.once), _NOTHING
                 self.counters["repeats"] += 1
-                self._send(pending.message, pending.arrays)
+                self._send(pending.message, pending.arrays, pending.asked)
 
 
 def refusal(reply: ErrorReply) -> Refused:
@@ -230,22 +225,23 @@ class RequestReceiver:
         network.bind(self._socket, endpoint)
         self._watch = ConnectionWatch(self._socket, name, self.counters)
         self._loop.on_readable(self._socket, self.receive)
-        self._loop.on_readable(self._watch.socket, self._watch.receive)
+        self._loop.on_readable(self._watch.socket, self._watch.receive, only_reader=True)
 
     def receive(self) -> None:
         """Takes what has arrived, up to a bound, and dispatches it."""
         for _ in range(MESSAGES_A_TURN):
-            try:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            frames = receive_frames(self._socket)
+            if frames is None:
                 return
-            self._dispatch(peer.bytes, frames)
+            self._dispatch(frames[0].bytes, frames[1:])
+            if not more_waits(self._socket):
+                return
 
     def reply(self, peer: bytes, message: Message, arrays: Arrays | None = None) -> bool:
         """Sends to one peer. False: it is gone or does not read; dropped and counted."""
         frames = encode(message, arrays, self.run)
         try:
-            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+            send_frames(self._socket, [peer, *frames], arrays)
         except (zmq.Again, zmq.ZMQError) as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

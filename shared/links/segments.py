@@ -63,8 +63,8 @@ class SegmentReceiver:
         self._socket = network.socket(zmq.PULL, queue=RECEIVE_QUEUE)
         network.bind(self._socket, endpoint)
         self._watch = ConnectionWatch(self._socket, "segments", self.counters)
-        self._loop.on_readable(self._socket, self.receive)
-        self._loop.on_readable(self._watch.socket, self._watch.receive)
+        self._loop.on_readable(self._socket, self.receive, only_reader=True)
+        self._loop.on_readable(self._watch.socket, self._watch.receive, only_reader=True)
 
     def receive(self) -> None:
         """Takes what has arrived, up to a bound, so that samples are served in between."""

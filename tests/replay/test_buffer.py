@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from replay_episodes import AGENT, Episode, Sender, assert_row, fill, make_buffer, make_spec
 
 from services.replay.buffer import AgentBuffer, _draw_key
+from services.replay.kernels import stratified_targets
 from shared.codec import pack_segment
 from shared.errors import Refused, SpecMismatch, StaleToken
 from shared.segment_frame import frame_of, read_frame
@@ -103,6 +104,21 @@ def test_draw_other_seed_or_agent_is_other_batch(tmp_path: Path) -> None:
         drawn.append(buffer.draw(0, 8, 0.4)["index"].tolist())
     assert drawn[0] != drawn[1]
     assert (_draw_key(7, AGENT) != _draw_key(7, "agent_1")).any()
+
+
+def test_draw_in_one_call_is_bit_for_bit_that_in_steps(filled: AgentBuffer) -> None:
+    """Targets, tree and rows one after another give the same block, so runs of before can be repeated."""
+    first = filled.draw(0, 64, 0.0)
+    filled.update_priorities(first["index"], first["generation"], np.linspace(0, 9, 64, dtype=np.float32))
+    for number, size in enumerate((1, 2, 7, 64, 500)):
+        batch = filled.draw(number, size, 0.7)
+        targets, found, values = np.empty(size), np.empty(size, np.int64), np.empty(size, np.float32)
+        stratified_targets(filled._key, number, filled._tree.total, targets)
+        smallest = filled._tree.draw(targets, found, values)
+        rows = filled.rows(found)
+        values /= np.float32(smallest)
+        rows["weight"][:] = np.power(values, -0.7)
+        assert batch.block.tobytes() == rows.block.tobytes()
 
 
 def test_weights_any_beta_follow_the_formula(filled: AgentBuffer) -> None:

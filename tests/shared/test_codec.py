@@ -53,6 +53,7 @@ from shared.messages import (
     Release,
     ReplayStats,
     ReplayStatsRequest,
+    Request,
     RoundGrant,
     RoundRequest,
     RunNotice,
@@ -243,6 +244,21 @@ def test_message_of_each_kind_comes_back_as_it_was(message: Message) -> None:
     received = decode(wire(message.model_copy(update={"run": "a run"})))
     assert received.message == message.model_copy(update={"run": "a run"})
     assert received.arrays == {}
+
+
+@pytest.mark.parametrize("before", ["", "a run", "another run"])
+@pytest.mark.parametrize("message", ONE_OF_EACH, ids=kind_of)
+def test_header_stamped_on_its_way_is_that_of_a_stamped_message(message: Message, before: str) -> None:
+    """Whatever its kind, stamped before or not: run, arrays, number and deadline are the new ones."""
+    message, run = message.model_copy(update={"run": before}), 'a run "of mine" \N{SNOWMAN}\n'
+    arrays = {"a": np.zeros(3)}
+    stamp = {"run": run, "arrays": "a float64[3]"}
+    assert encode(message, arrays, run)[0] == message.model_copy(update=stamp).model_dump_json().encode()
+    assert encode(message)[0] == message.model_dump_json().encode()
+    if isinstance(message, Request):
+        stamp |= {"request": 77, "deadline_s": 2.5}
+        expected = message.model_copy(update=stamp).model_dump_json().encode()
+        assert encode(message, arrays, run, (77, 2.5))[0] == expected
 
 
 @settings(max_examples=60, deadline=None)

@@ -190,6 +190,103 @@ def test_readable_socket_calls_its_handler_until_it_is_forgotten(loop: Loop, soc
     assert got == [b"one"]
 
 
+def pair(sockets: Sockets) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """Two that are connected over tcp, as services are."""
+    ours, theirs = sockets.make(zmq.DEALER), sockets.make(zmq.DEALER)
+    theirs.connect(f"tcp://127.0.0.1:{ours.bind_to_random_port('tcp://127.0.0.1')}")
+    return ours, theirs
+
+
+def has_come(socket: zmq.Socket[bytes]) -> bool:
+    """Asks the socket, which takes the news from its descriptor."""
+    return bool(socket.poll(5_000))
+
+
+def test_message_whose_news_a_send_took_from_the_descriptor_is_handled(loop: Loop, sockets: Sockets) -> None:
+    """Whoever uses a socket outside its handler takes the wake-up along; the loop looks for itself."""
+    ours, theirs = pair(sockets)
+    got: list[bytes] = []
+    loop.on_readable(ours, lambda: got.append(ours.recv()))
+    loop.turn(block=False)
+    loop.after(30.0, lambda: None)
+    for number in range(50):
+        theirs.send(b"question")
+        assert has_come(ours)
+        ours.send(b"an answer to somebody else")
+        started = time.monotonic()
+        loop.turn(block=True)
+        assert len(got) == number + 1
+        assert time.monotonic() - started < 20.0
+
+
+def test_handler_that_takes_one_of_many_is_called_until_none_is_left(loop: Loop, sockets: Sockets) -> None:
+    """A handler may stop at a bound; what it left is found without anything new arriving."""
+    ours, theirs = pair(sockets)
+    got: list[bytes] = []
+    loop.on_readable(ours, lambda: got.append(ours.recv()), only_reader=True)
+    for number in range(100):
+        theirs.send(b"%d" % number)
+    assert loop.turn_until(lambda: len(got) == 100, 5.0)
+    assert got == [b"%d" % number for number in range(100)]
+
+
+def test_thousands_of_messages_back_and_forth_are_all_handled_without_a_timer(
+    loop: Loop, sockets: Sockets
+) -> None:
+    """No order of arrivals, answers and waits leaves a message lying: nothing else would wake this loop."""
+    ours, theirs = pair(sockets)
+    answered = 0
+
+    def answer() -> None:
+        ours.send(ours.recv())
+
+    def ask_again() -> None:
+        nonlocal answered
+        theirs.recv()
+        answered += 1
+        theirs.send(b"again")
+
+    loop.on_readable(ours, answer)
+    loop.on_readable(theirs, ask_again)
+    for _ in range(3):
+        theirs.send(b"first")
+    assert loop.turn_until(lambda: answered >= 5_000, 60.0)
+
+
+def test_busy_socket_does_not_keep_signals_from_being_handled(loop: Loop, sockets: Sockets) -> None:
+    """While messages wait the loop does not wait, but it looks at everything else all the same."""
+    ours, theirs = pair(sockets)
+    calls: list[str] = []
+    loop.on_readable(ours, lambda: None)  # never takes what is there
+    loop.on_signal(signal.SIGUSR1, lambda: calls.append("signal"))
+    theirs.send(b"stays")
+    assert has_come(ours)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    loop.turn(block=True)
+    assert calls == ["signal"]
+
+
+def test_source_that_another_handler_forgets_is_not_called_any_more(loop: Loop, sockets: Sockets) -> None:
+    """Both have something to do in the same turn; the first closes the second."""
+    first, to_first = pair(sockets)
+    second, to_second = pair(sockets)
+    calls: list[str] = []
+
+    def close_second() -> None:
+        calls.append(first.recv().decode())
+        loop.forget(second)
+        second.close()
+
+    loop.on_readable(first, close_second)
+    loop.on_readable(second, lambda: calls.append("second"))
+    to_first.send(b"first")
+    to_second.send(b"second")
+    assert has_come(first)
+    assert has_come(second)
+    loop.turn(block=True)
+    assert calls == ["first"]
+
+
 def test_socket_that_becomes_writable_ends_the_wait_once(loop: Loop, sockets: Sockets) -> None:
     """A full link that has room again wakes the loop, and then no more: it would spin."""
     push = sockets.make(zmq.PUSH)
