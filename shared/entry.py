@@ -16,6 +16,7 @@ from typing import Protocol
 from shared.config import Config, load_config
 from shared.errors import ConfigError, RookeryError
 from shared.logs import get_logger, set_up_logging
+from shared.scheduling import interrupt_nobody
 
 log = get_logger()
 
@@ -79,6 +80,7 @@ def main(
     """Runs one service until it ends; the exit code says whether to start it again."""
     options = parse_arguments(service, description, add_arguments, arguments)
     set_up_logging(service, options.instance, options.log_level)
+    interrupt_nobody()  # before any thread is started
     if options.parent_fd is not None:
         end_with_parent(options.parent_fd)
     try:

@@ -1,30 +1,22 @@
-"""A wish to the operating system: let this thread compute for longer at a time, and so be switched less.
+"""A wish to the operating system: let whoever computes finish its turn before one of our threads is next.
 
-More learners than cores take turns every few milliseconds, each time with cold caches. Linux (6.12 and newer)
-lets a thread ask for longer turns without taking more of them. Everywhere else, and where it is not allowed,
-nothing changes.
+A service that is woken interrupts, by default, whoever has the core: mostly a learner in the middle of an
+update, which then finds its caches cold, as the woken one does. Nothing here is in such a hurry: learners ask
+for their batches long before they need them. Linux calls this the batch policy. It takes nothing from a
+thread's share of a core. Elsewhere nothing changes.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
-import struct
-import sys
-
-SLICE_S = 0.05
-_SYSTEM_CALL = {"x86_64": 314, "aarch64": 274}  # sched_setattr, which Python does not have
-_ATTRIBUTES = "IIQiIQQQ"  # size, policy, flags, nice, priority, slice, deadline, period
 
 
-def ask_for_long_turns(slice_s: float = SLICE_S) -> bool:
-    """For the calling thread alone. False: there is no such thing here."""
-    number = _SYSTEM_CALL.get(platform.machine())
-    if sys.platform != "linux" or number is None:
+def interrupt_nobody() -> bool:
+    """For the calling thread and all that it starts from now on. False: there is no such thing here."""
+    if not hasattr(os, "SCHED_BATCH"):
         return False
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
-    size = struct.calcsize(_ATTRIBUTES)
-    attributes = struct.pack(_ATTRIBUTES, size, os.SCHED_OTHER, 0, nice, 0, int(slice_s * 1e9), 0, 0)
-    answer: int = ctypes.CDLL(None, use_errno=True).syscall(number, 0, attributes, 0)
-    return answer == 0
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError:  # a sandbox may forbid the call: then it runs as everybody does
+        return False
+    return True

@@ -24,7 +24,7 @@ from services.learner.checkpoint import Uploader, download, pack, unpack
 from services.learner.figures import Figures
 from services.learner.permit import Permit
 from services.learner.rounds import LearnerRounds, lost_its_place
-from services.learner.training import SkippedInARow, Tensors, aligned, beta_at, finite
+from services.learner.training import SkippedInARow, Tensors, aligned, beta_at, finite, mean_of
 from services.learner.watchdog import Watchdog
 from services.learner.workers import Trained, open_trainer
 from shared.codec import Received
@@ -47,7 +47,6 @@ from shared.messages import (
     expect,
 )
 from shared.placement import replay_of
-from shared.scheduling import ask_for_long_turns
 from shared.service import Service
 
 log = get_logger()
@@ -90,7 +89,6 @@ class LearnerService(Service):
         self.settings = self.config.learner_for(agent)
         self.skipped = SkippedInARow(self.settings.max_skipped)
         torch.set_num_threads(self.settings.threads)
-        ask_for_long_turns()  # this thread alone: the sockets' own must be quick
         self.algorithm = algorithm_for(self.config, specs, agent)
         self.trainer = open_trainer(self.algorithm, self.settings, self.loop.wake)
         self._check_sizes()
@@ -241,7 +239,7 @@ class LearnerService(Service):
         if report is not None or self.rounds is not None:
             self._send_priorities(trained.draw, arrays, report)
         if report is not None:
-            self.figures.add(report, age=self.version - float(arrays["version"].mean()))
+            self.figures.add(report, age=self.version - mean_of(arrays["version"]))
         if self.rounds is not None:
             self.rounds.on_trained()
         elif self.algorithm.updates - self.published_updates >= self.settings.publish_updates:

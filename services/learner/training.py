@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shared.config import PriorityConfig, TargetConfig
 from shared.errors import TrainingFailed
-from shared.layout import Arrays
+from shared.layout import Array, Arrays
 from shared.logs import get_logger
 
 log = get_logger()
@@ -24,6 +24,11 @@ def aligned(arrays: Arrays) -> Arrays:
     """The arrays in memory of torch's own, which is aligned: matrix products of the same numbers may differ
     in their last bits with the address that they lie at."""
     return {name: torch.tensor(array).numpy() for name, array in arrays.items()}
+
+
+def mean_of(numbers: Array) -> float:
+    """numpy's own `mean` takes three times as long for a batch of whole numbers."""
+    return int(np.add.reduce(numbers)) / len(numbers)
 
 
 def beta_at(priority: PriorityConfig, draw: int) -> float:

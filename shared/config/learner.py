@@ -104,8 +104,9 @@ class LearnerConfig(Section):
     """Gradients are scaled down to this norm."""
     priority: PriorityConfig = PriorityConfig()
     target: TargetConfig = TargetConfig()
-    prefetch: Annotated[int, Field(ge=1, le=64)] = 4
-    """Sample requests in flight."""
+    prefetch: Annotated[int, Field(ge=1, le=64)] = 8
+    """Batches that are asked for ahead, half of them at a time; so how many updates old the priorities may
+    be that rows are drawn by."""
     publish_updates: Annotated[int, Field(ge=1)] = 50
     """A new version after this many updates,"""
     publish_s: Positive = 1.0

@@ -1,30 +1,53 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import threading
+from typing import NoReturn
 
 import pytest
 
-from shared.scheduling import ask_for_long_turns
+from shared import scheduling
+from shared.scheduling import interrupt_nobody
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such turns")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this policy")
+
+
+def in_a_thread(call: object) -> list[object]:
+    """What it returns there: the policy of the tests' own thread stays."""
+    assert callable(call)
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found
 
 
 @on_linux
-def test_wish_for_long_turns_changes_neither_policy_nor_niceness() -> None:
-    """It asks for longer turns, not for more of them."""
-    before = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(ask_for_long_turns()))
-    thread.start()
-    thread.join()
-    assert found == [True]
-    assert (os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)) == before
+def test_thread_that_interrupts_nobody_keeps_its_share_and_so_do_those_it_starts() -> None:
+    """Its policy changes and is inherited, its niceness does not."""
+
+    def ask() -> tuple[bool, int, list[object], int]:
+        done = interrupt_nobody()
+        policies = in_a_thread(lambda: os.sched_getscheduler(0))
+        return done, os.sched_getscheduler(0), policies, os.getpriority(os.PRIO_PROCESS, 0)
+
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    assert in_a_thread(ask) == [(True, os.SCHED_BATCH, [os.SCHED_BATCH], nice)]
 
 
-def test_machine_that_is_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No system call is made whose number could mean something else there."""
-    monkeypatch.setattr(platform, "machine", lambda: "vax")
-    assert ask_for_long_turns() is False
+@on_linux
+def test_system_that_forbids_it_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox may refuse the call; the service runs all the same."""
+
+    def refuse(*_arguments: object) -> NoReturn:
+        raise PermissionError
+
+    monkeypatch.setattr(scheduling.os, "sched_setscheduler", refuse)
+    assert in_a_thread(interrupt_nobody) == [False]
+
+
+def test_system_without_the_policy_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked for that does not exist."""
+    monkeypatch.delattr(scheduling.os, "SCHED_BATCH", raising=False)
+    assert interrupt_nobody() is False
