@@ -3,8 +3,9 @@
 2^20 steps of float32[128]. In process, one core: drawing a batch and updating its priorities, beside cpprb
 and tianshou doing the same; gathering alone; the same without priorities; a whole DQN update with and without
 them. Over sockets: the service with one learner beside a bare ROUTER/DEALER echo of the same size, eight
-actors beside a bare PUSH/PULL, and three learners with eight actors at once. Exits with 1 when a ratio misses
-its bar.
+actors beside a bare PUSH/PULL, and three learners with eight actors at once. What stands for a learner or an
+actor is a process that is scheduled as services are (`shared/scheduling.py`); what is bare is left as it is.
+Exits with 1 when a ratio misses its bar.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from services.learner.algorithms import build_algorithm
 from services.replay.buffer import AgentBuffer
 from shared.config import Config, LearnerConfig
 from shared.layout import Packed
+from shared.scheduling import interrupt_nobody
 from shared.specs import AgentSpec, Discrete, DType, vector_observation
 
 CAPACITY = 2**20
@@ -258,31 +260,38 @@ def measure_one_learner(transport: str, files: Path, rounds: int) -> dict[str, l
     socket, and of a bare echo of their size."""
     port = free_ports(1)[0]
     bare = f"tcp://127.0.0.1:{port}" if transport == "tcp" else f"ipc://{files}/echo.sock"
-    names = ("rookery", "rookery, with updates", "rookery, on trays", "bare echo")
-    found: dict[str, list[float]] = {name: [] for name in names}
     with service(transport, files) as config:
-        plain = Learner(config, "agent_0", 512, IN_FLIGHT, updates=False)
-        updating = Learner(config, "agent_1", 512, IN_FLIGHT, updates=True)
-        trays = Learner(config, "agent_2", 512, IN_FLIGHT, updates=False, trays=True)
-        learners = (plain, updating, trays)
-        for learner in learners:
-            learner.first_batch(60.0)
         echo = replay_links.start(replay_links.serve_echo, bare, batch_bytes(config))
-        client = replay_links.EchoClient(bare, IN_FLIGHT)
-        runs = dict(zip(names, (plain.run, updating.run, trays.run, client.run), strict=True))
+        driven = {
+            "rookery": replay_links.Driven(OneLearner, config, "agent_0", False, False),
+            "rookery, with updates": replay_links.Driven(OneLearner, config, "agent_1", True, False),
+            "rookery, on trays": replay_links.Driven(OneLearner, config, "agent_2", False, True),
+            "bare echo": replay_links.Driven(replay_links.EchoClient, bare, IN_FLIGHT),
+        }
+        found: dict[str, list[float]] = {name: [] for name in driven}
         try:
             for number in range(rounds + 1):
-                for name, run in runs.items():
-                    rate = run(1.0)
-                    for learner in learners:
-                        learner.rest()
+                for name, each in driven.items():
+                    rate = each.run(1.0)
                     if number:  # the first round warms up
                         found[name].append(rate)
         finally:
-            replay_links.end([echo])
-            for each in (*learners, client):
-                each.close()
+            replay_links.end([echo, *(each.process for each in driven.values())])
     return found
+
+
+class OneLearner:
+    """A learner that is measured, in a process of its own, scheduled as services are."""
+
+    def __init__(self, config: Config, agent: str, updates: bool, trays: bool) -> None:
+        interrupt_nobody()
+        self._learner = Learner(config, agent, 512, IN_FLIGHT, updates=updates, trays=trays)
+        self._learner.first_batch(60.0)
+
+    def run(self, seconds: float) -> float:
+        rate = self._learner.run(seconds)
+        self._learner.rest()
+        return rate
 
 
 def batch_bytes(config: Config) -> int:
@@ -348,6 +357,7 @@ def inserted_steps(observer: Learner) -> int:
 
 def act(config: Config, number: int, going: Any) -> None:
     """A process: one actor that pushes while `going` is set."""
+    interrupt_nobody()
     actor = Actor(config, Stream(f"agent_{number % LEARNERS}", number + 1))
     while True:
         going.wait()
@@ -356,6 +366,7 @@ def act(config: Config, number: int, going: Any) -> None:
 
 def learn(config: Config, number: int, going: Any) -> None:
     """A process: one learner that draws and updates while `going` is set."""
+    interrupt_nobody()
     learner = Learner(config, f"agent_{number}", 512, IN_FLIGHT)
     while True:
         going.wait()

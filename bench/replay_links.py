@@ -50,9 +50,6 @@ class EchoClient:
             self._socket.recv(copy=False)
         return answers / elapsed
 
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
 
 def push_forever(endpoint: str, message_bytes: int, going: Any) -> None:
     """A PUSH that sends while `going` is set."""
@@ -73,6 +70,27 @@ def pull_forever(endpoint: str, counted: Any) -> None:
     while True:
         socket.recv(copy=False)
         counted.value += 1
+
+
+class Driven:
+    """Something that measures for a while when it is told to, in a process of its own."""
+
+    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+        self._pipe, theirs = SPAWN.Pipe()
+        self.process = start(_measure_when_told, theirs, make, arguments)
+        theirs.close()  # so that its end is heard of, should it end
+        self._pipe.recv()
+
+    def run(self, seconds: float) -> float:
+        self._pipe.send(seconds)
+        return float(self._pipe.recv())
+
+
+def _measure_when_told(pipe: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    measuring = make(*arguments)
+    pipe.send("ready")
+    while True:
+        pipe.send(measuring.run(pipe.recv()))
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Any:

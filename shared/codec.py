@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +29,10 @@ Buffer = bytes | memoryview | zmq.Frame
 
 MAX_HEADER_BYTES = 1 << 20
 
+_validate_json = ANY_MESSAGE.validator.validate_json
 
-@dataclass(frozen=True, slots=True)
-class Received:
+
+class Received(NamedTuple):
     """A message as it came in, with its arrays as views on its data frame: for reading only."""
 
     message: Message
@@ -91,7 +91,7 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Received:
     if len(header) > MAX_HEADER_BYTES:
         raise BadMessage(f"a header of {len(header)} bytes; the limit is {MAX_HEADER_BYTES}")
     try:
-        message = ANY_MESSAGE.validate_json(header)
+        message = _validate_json(header)
     except pydantic.ValidationError as error:
         raise BadMessage(f"not a header of protocol 1: {first_problem(error)}") from None
     expected = 2 if message.arrays else 1

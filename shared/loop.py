@@ -5,7 +5,8 @@ a socket is readable, a timer is due or a signal arrives.
 
 A libzmq socket has a file descriptor that becomes readable when the socket's state may have changed, and
 stays so until somebody uses the socket; whether a message waits, the socket itself has to be asked (1 us). So
-before a wait every socket is asked that may have been used, and after it those whose descriptors woke it.
+before a wait every socket is asked that may have been used, and after it those whose descriptors woke it;
+but not those whose owners say when they were used and when they are empty (`Source`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import zmq
 Handler = Callable[[], None]
 
 _EVENTS = int(zmq.EVENTS)
+_READABLE, _WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)  # plain numbers: flags of an enum cost a microsecond
 
 
 @dataclass(slots=True)
@@ -42,19 +44,27 @@ class Timer:
 
 
 @dataclass(slots=True, eq=False)
-class _Source:
+class Source:
     """Something to wait for: a libzmq socket, or (`socket` is None) a plain file descriptor."""
 
     fd: int
     socket: zmq.Socket[bytes] | None
-    wanted: int  # POLLIN or POLLOUT
+    wanted: int  # _READABLE or _WRITABLE
     handler: Handler
-    shared: bool  # others than the handler may use the socket, and so take the news from its descriptor
-    fresh: bool = True  # nobody has asked the socket since it was last used
+    told: bool  # `used` is called whenever others than the handler use the socket
+    doubtful: bool = True  # used since it was last asked: its descriptor may be silent and a message there
+
+    def used(self) -> None:
+        """Somebody read or wrote outside the handler, which may take the news from the descriptor."""
+        self.doubtful = True
+
+    def emptied(self) -> None:
+        """For its handler, as the last thing: the socket has just said that there is nothing more to read."""
+        self.doubtful = False
 
     def due(self) -> bool:
         """Asks whether there is something to do now."""
-        self.fresh = self.shared
+        self.doubtful = not self.told
         return self.socket is None or bool(int(self.socket.get(_EVENTS)) & self.wanted)
 
 
@@ -65,8 +75,8 @@ class Loop:
         self.stopping = False
         self.stop_reason = ""
         self._poll = select.poll()
-        self._sources: dict[zmq.Socket[bytes] | int, _Source] = {}
-        self._by_fd: dict[int, _Source] = {}
+        self._sources: dict[zmq.Socket[bytes] | int, Source] = {}
+        self._by_fd: dict[int, Source] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._signal_handlers: dict[int, Handler] = {}
@@ -77,15 +87,13 @@ class Loop:
         self._previous_signals: dict[int, object] = {}
         self.on_readable(self._wake_receive.fileno(), self._on_wakeup)
 
-    def on_readable(
-        self, source: zmq.Socket[bytes] | int, handler: Handler, *, only_reader: bool = False
-    ) -> None:
+    def on_readable(self, source: zmq.Socket[bytes] | int, handler: Handler, *, told: bool = False) -> Source:
         """Calls `handler` whenever the socket (or file descriptor) has something to read.
 
-        `only_reader` promises that nobody uses the socket outside this handler, neither to read nor to send:
-        then it is asked only when its descriptor says that something happened.
+        `told` promises two things, and saves most of the asking: whoever reads or sends outside this handler
+        calls `used` on what this returns, and the handler does not mind when there is nothing to read.
         """
-        self._register(source, zmq.POLLIN, handler, shared=not only_reader)
+        return self._register(source, _READABLE, handler, told=told)
 
     def forget(self, source: zmq.Socket[bytes] | int) -> None:
         known = self._sources.pop(source, None)
@@ -95,7 +103,7 @@ class Loop:
 
     def wake_when_writable(self, source: zmq.Socket[bytes]) -> None:
         """Ends the next wait once this socket takes messages again."""
-        self._register(source, zmq.POLLOUT, lambda: self.forget(source), shared=True)
+        self._register(source, _WRITABLE, lambda: self.forget(source), told=False)
 
     def every(self, period_s: float, handler: Handler, first_s: float | None = None) -> Timer:
         """Calls `handler` every `period_s`, first after `first_s` (default: one period)."""
@@ -157,26 +165,27 @@ class Loop:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), timer))
 
     def _register(
-        self, source: zmq.Socket[bytes] | int, wanted: int, handler: Handler, *, shared: bool
-    ) -> None:
+        self, source: zmq.Socket[bytes] | int, wanted: int, handler: Handler, *, told: bool
+    ) -> Source:
         self.forget(source)
         if isinstance(source, int):
-            made = _Source(source, None, wanted, handler, shared=False, fresh=False)
+            made = Source(source, None, wanted, handler, told=True, doubtful=False)
         else:
-            made = _Source(int(source.get(zmq.FD)), source, wanted, handler, shared)
+            made = Source(int(source.get(zmq.FD)), source, wanted, handler, told)
         self._sources[source] = self._by_fd[made.fd] = made
         self._poll.register(made.fd, select.POLLIN)
+        return made
 
     def _wait_and_handle(self, timeout_ms: int) -> None:
         # What was used may have a message although its descriptor is silent; what comes now wakes the poll.
-        due = [source for source in self._sources.values() if source.fresh and source.due()]
+        due = [source for source in self._sources.values() if source.doubtful and source.due()]
         for fd, _events in self._poll.poll(0 if due else timeout_ms):
             source = self._by_fd[fd]
-            if source not in due and source.due():
+            if source not in due and (source.told or source.due()):
                 due.append(source)
         for source in due:
             if self._by_fd.get(source.fd) is source:  # not forgotten by a handler before it
-                source.fresh = source.socket is not None
+                source.doubtful = source.socket is not None
                 source.handler()
         self._run_timers()
 

@@ -59,8 +59,12 @@ class Limiter:
     def can_sample(self, batch_size: int) -> bool:
         # While inserts are held a draw is always allowed, even one larger than both tolerances together:
         # so at any moment at least one side can go on.
-        due = self.ahead - self.waiting_samples
-        return self.filled and (self.inserts_ahead() or due - batch_size >= -self._learner_tolerance)
+        if not self.filled:
+            return False
+        ahead = self.ahead
+        if ahead > self.tolerance_samples:
+            return True
+        return ahead - self.waiting_samples - batch_size >= -self._learner_tolerance
 
     @property
     def _learner_tolerance(self) -> float:

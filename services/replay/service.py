@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,11 +86,8 @@ class HeldSample:
 
     peer: bytes
     message: SampleRequest
+    key: DrawKey
     until: float
-
-    @property
-    def key(self) -> DrawKey:
-        return self.message.token.number, self.message.draw
 
 
 @dataclass(slots=True)
@@ -111,7 +108,7 @@ class AgentDesk:
     rounds: RoundBuffer | None = None  # in lockstep: decides what enters and what is drawn
     phases: list[HeldPhase] = field(default_factory=list)
     held: dict[DrawKey, HeldSample] = field(default_factory=dict)  # in the order of their coming
-    served: dict[DrawKey, None] = field(default_factory=dict)  # the newest of them, oldest first
+    served: OrderedDict[DrawKey, None] = field(default_factory=OrderedDict)  # the newest of them
     withheld: set[str] = field(default_factory=set)  # incarnations whose acknowledgements wait
     learner_heard: float = -1e9
     absent: bool = True  # no learner: what inserts run ahead is forgiven when one comes
@@ -122,7 +119,7 @@ class AgentDesk:
         """This draw was served; a repeat does not count again."""
         self.served[key] = None
         if len(self.served) > REMEMBERED_DRAWS:
-            del self.served[next(iter(self.served))]
+            self.served.popitem(last=False)
 
     def reason(self, batch_size: int = 1) -> str:
         """Who waits for what, in words; empty when nobody has to wait."""
@@ -254,7 +251,8 @@ class ReplayService(Service):
         for agent, desk in self.desks.items():
             if desk.rounds is not None:
                 self._advance_rounds(agent, desk, desk.rounds)
-            more |= self._serve(agent, desk)
+            if desk.held:
+                more |= self._serve(agent, desk)
         more |= self._acknowledge()
         return self.snapshots.advance() or more
 
@@ -403,12 +401,14 @@ class ReplayService(Service):
 
     def on_sample_request(self, message: SampleRequest, incoming: Incoming) -> None:
         desk = self._desk_of(message.token, incoming.peer)
-        held = HeldSample(incoming.peer, message, time.monotonic() + 0.9 * message.deadline_s)
-        if held.key in desk.held:
+        key = message.token.number, message.draw
+        if key in desk.held:
             return  # the learner repeats itself
-        if incoming.received.arrays and held.key not in desk.served:
+        if incoming.received.arrays and key not in desk.served:
             desk.buffer.update_priorities(*self._update_in(incoming, desk.rounds is None))
-        desk.held[held.key] = held
+        desk.held[key] = HeldSample(
+            incoming.peer, message, key, desk.learner_heard + 0.9 * message.deadline_s
+        )
 
     def _serve(self, agent: str, desk: AgentDesk) -> bool:
         """Serves what the limiter allows; True when it stopped for fairness alone."""

@@ -43,7 +43,7 @@ class Broadcaster:
         self._socket = network.socket(zmq.PUB, queue=QUEUE)
         network.bind(self._socket, endpoint)
         self._watch = ConnectionWatch(self._socket, "broadcast", self.counters)
-        self._loop.on_readable(self._watch.socket, self._watch.receive, only_reader=True)
+        self._loop.on_readable(self._watch.socket, self._watch.receive, told=True)
 
     def send(self, topic: bytes, message: Message, arrays: Arrays | None = None) -> None:
         frames = encode(message, arrays, self._run)
@@ -82,7 +82,7 @@ class BroadcastListener:
         for topic in topics:
             self._socket.setsockopt(zmq.SUBSCRIBE, topic)
         network.connect(self._socket, endpoint)
-        self._loop.on_readable(self._socket, self.receive, only_reader=True)
+        self._loop.on_readable(self._socket, self.receive, told=True)
 
     def receive(self) -> None:
         """Drains the queue. Of several weights for one agent only the newest is handed on."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -63,7 +63,7 @@ class RequestSender:
         network.connect(self._socket, endpoint)
         self._pending: dict[int, _Pending] = {}
         self._next_request = 1
-        self._loop.on_readable(self._socket, self.receive)
+        self._news = self._loop.on_readable(self._socket, self.receive, told=True)
         self._repeats = self._loop.every(0.25, self._repeat_and_expire)
 
     def ask(
@@ -116,14 +116,17 @@ class RequestSender:
         for _ in range(MESSAGES_A_TURN):
             frames = receive_frames(self._socket)
             if frames is None:
-                return
+                break
             try:
                 self._take(decode(frames))
             except BadMessage as error:
                 self.counters["bad_messages"] += 1
                 log.warning("bad answer dropped", endpoint=self.endpoint, reason=str(error))
             if not more_waits(self._socket):
-                return
+                break
+        else:
+            return
+        self._news.emptied()
 
     def close(self) -> None:
         """Open questions are dropped: nobody hears of them again."""
@@ -138,8 +141,7 @@ class RequestSender:
 
     def _take(self, received: Received) -> None:
         message = received.message
-        number = message.request if isinstance(message, Reply | Request) else 0
-        pending = self._pending.pop(number, None) if isinstance(message, Reply) else None
+        pending = self._pending.pop(message.request, None) if isinstance(message, Reply) else None
         if pending is not None:
             if isinstance(message, ErrorReply):
                 pending.on_failure(refusal(message))
@@ -153,6 +155,7 @@ class RequestSender:
             handler(received)
 
     def _send(self, message: Message, arrays: Arrays | None, asked: tuple[int, float] | None = None) -> bool:
+        self._news.used()
         try:
             send_frames(self._socket, encode(message, arrays, self.run, asked))
         except zmq.Again:
@@ -184,8 +187,7 @@ def _log_failure(error: RookeryError) -> None:
     log.warning("request failed", reason=str(error))
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
+class Incoming(NamedTuple):
     """A message with the way back to its sender."""
 
     peer: bytes
@@ -224,22 +226,26 @@ class RequestReceiver:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         network.bind(self._socket, endpoint)
         self._watch = ConnectionWatch(self._socket, name, self.counters)
-        self._loop.on_readable(self._socket, self.receive)
-        self._loop.on_readable(self._watch.socket, self._watch.receive, only_reader=True)
+        self._news = self._loop.on_readable(self._socket, self.receive, told=True)
+        self._loop.on_readable(self._watch.socket, self._watch.receive, told=True)
 
     def receive(self) -> None:
         """Takes what has arrived, up to a bound, and dispatches it."""
         for _ in range(MESSAGES_A_TURN):
             frames = receive_frames(self._socket)
             if frames is None:
-                return
+                break
             self._dispatch(frames[0].bytes, frames[1:])
             if not more_waits(self._socket):
-                return
+                break
+        else:
+            return
+        self._news.emptied()
 
     def reply(self, peer: bytes, message: Message, arrays: Arrays | None = None) -> bool:
         """Sends to one peer. False: it is gone or does not read; dropped and counted."""
         frames = encode(message, arrays, self.run)
+        self._news.used()
         try:
             send_frames(self._socket, [peer, *frames], arrays)
         except (zmq.Again, zmq.ZMQError) as error:

@@ -63,8 +63,8 @@ class SegmentReceiver:
         self._socket = network.socket(zmq.PULL, queue=RECEIVE_QUEUE)
         network.bind(self._socket, endpoint)
         self._watch = ConnectionWatch(self._socket, "segments", self.counters)
-        self._loop.on_readable(self._socket, self.receive, only_reader=True)
-        self._loop.on_readable(self._watch.socket, self._watch.receive, only_reader=True)
+        self._news = self._loop.on_readable(self._socket, self.receive, told=True)
+        self._loop.on_readable(self._watch.socket, self._watch.receive, told=True)
 
     def receive(self) -> None:
         """Takes what has arrived, up to a bound, so that samples are served in between."""
@@ -72,6 +72,7 @@ class SegmentReceiver:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                self._news.emptied()
                 return
             try:
                 self._take(frame)

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import zmq
 
-from shared.loop import Loop
+from shared.loop import Loop, Source
 
 
 @pytest.fixture
@@ -219,11 +220,85 @@ def test_message_whose_news_a_send_took_from_the_descriptor_is_handled(loop: Loo
         assert time.monotonic() - started < 20.0
 
 
+def taking_all(
+    socket: zmq.Socket[bytes], take: Callable[[bytes], None], source: list[Source]
+) -> Callable[[], None]:
+    """A handler for a source that is told of uses: takes what is there, be it nothing, and says so."""
+
+    def handle() -> None:
+        while True:
+            try:
+                message = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            take(message)
+        source[0].emptied()
+
+    return handle
+
+
+def test_message_whose_news_a_reported_send_took_is_handled(loop: Loop, sockets: Sockets) -> None:
+    """A socket that its handler found empty is not asked again, unless somebody says that he used it."""
+    ours, theirs = pair(sockets)
+    got: list[bytes] = []
+    source: list[Source] = []
+    source.append(loop.on_readable(ours, taking_all(ours, got.append, source), told=True))
+    loop.after(60.0, lambda: None)
+    theirs.send(b"first")
+    assert loop.turn_until(lambda: len(got) == 1, 5.0)
+    for number in range(50):
+        loop.turn(block=False)
+        theirs.send(b"question")
+        assert has_come(ours)
+        source[0].used()
+        started = time.monotonic()
+        loop.turn(block=True)
+        assert len(got) == number + 2
+        assert time.monotonic() - started < 20.0
+
+
+def test_thousands_of_messages_between_told_sources_are_all_handled_without_a_timer(
+    loop: Loop, sockets: Sockets
+) -> None:
+    """Sends from handlers, and from between the turns: no order of them leaves a message lying."""
+    ours, theirs = pair(sockets)
+    ours_source: list[Source] = []
+    theirs_source: list[Source] = []
+    answered: list[bytes] = []
+    waiting: list[bytes] = []
+
+    def ask_again(answer: bytes) -> None:
+        answered.append(answer)
+        theirs.send(answer)
+
+    handlers = (
+        (ours, taking_all(ours, waiting.append, ours_source), ours_source),
+        (theirs, taking_all(theirs, ask_again, theirs_source), theirs_source),
+    )
+    for socket, handler, source in handlers:
+        source.append(loop.on_readable(socket, handler, told=True))
+    for _ in range(3):
+        theirs.send(b"first")
+        theirs_source[0].used()
+    loop.after(60.0, lambda: loop.stop("a message was left lying"))
+    while len(answered) < 5_000 and not loop.stopping:
+        loop.turn(block=True)
+        while waiting:
+            ours.send(waiting.pop())
+            ours_source[0].used()
+    assert len(answered) >= 5_000
+
+
 def test_handler_that_takes_one_of_many_is_called_until_none_is_left(loop: Loop, sockets: Sockets) -> None:
     """A handler may stop at a bound; what it left is found without anything new arriving."""
     ours, theirs = pair(sockets)
     got: list[bytes] = []
-    loop.on_readable(ours, lambda: got.append(ours.recv()), only_reader=True)
+
+    def take_one() -> None:
+        with contextlib.suppress(zmq.Again):
+            got.append(ours.recv(zmq.NOBLOCK))
+
+    loop.on_readable(ours, take_one, told=True)
     for number in range(100):
         theirs.send(b"%d" % number)
     assert loop.turn_until(lambda: len(got) == 100, 5.0)
