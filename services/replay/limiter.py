@@ -8,6 +8,11 @@ interval, steps pay when so many of them are together, so that batches come in b
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
+from shared.errors import Refused
+
 
 class Limiter:
     """The counts it needs are attributes, kept up to date by the buffer."""
@@ -114,3 +119,24 @@ class Limiter:
             self.samples_per_insert if samples_per_insert is None else samples_per_insert
         )
         self.rebase()
+
+
+def check_limiter_values(values: Mapping[str, float], capacity_steps: int) -> None:
+    """Refuses settings that do not exist or could never work, in words."""
+    known = ("samples_per_insert", "min_steps")
+    if unknown := sorted(set(values) - set(known)):
+        raise Refused(
+            "unknown_value", f"replay has no setting {', '.join(unknown)}; it has {' and '.join(known)}"
+        )
+    if not values:
+        raise Refused("unknown_value", f"nothing to set; replay has {' and '.join(known)}")
+    ratio = values.get("samples_per_insert", 1.0)
+    if not (math.isfinite(ratio) and ratio > 0.0):
+        raise Refused("bad_value", f"samples_per_insert {ratio:g}: it must be a number above 0")
+    steps = values.get("min_steps", 1.0)
+    if not (math.isfinite(steps) and steps == int(steps) and 1 <= steps <= capacity_steps):
+        raise Refused(
+            "bad_value",
+            f"min_steps {steps:g}: it must be a whole number from 1 to replay.capacity_steps "
+            f"({capacity_steps}); with more nothing could ever be drawn",
+        )

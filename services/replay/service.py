@@ -10,37 +10,31 @@ Next: services/replay/ring.py
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import pydantic
-
 from services.replay import snapshot_files
+from services.replay.acknowledgements import Acknowledgements
 from services.replay.buffer import AgentBuffer
-from services.replay.opening import in_rounds, open_buffer, tolerance_samples
+from services.replay.desk import AgentDesk, HeldSample
+from services.replay.known_run import read_known_run, write_known_run
+from services.replay.limiter import check_limiter_values
+from services.replay.opening import in_rounds, open_buffer
 from services.replay.rounds import RoundBuffer
 from services.replay.snapshot_desk import SnapshotDesk
 from shared.config import Config
-from shared.errors import BadMessage, ConfigError, NoTray, Refused
-from shared.layout import Array, Block
+from shared.errors import BadMessage, ConfigError, Refused
+from shared.layout import Block
 from shared.links.requests import Incoming, OnIncoming, RequestReceiver
 from shared.links.segments import SegmentReceiver
 from shared.links.trays import TrayTable
 from shared.logs import get_logger
 from shared.messages import (
-    Batch,
-    BufferStats,
     Ledger,
     LedgerRequest,
-    LimiterStats,
-    Mark,
     PhaseGrant,
     PhaseRequest,
     PriorityUpdate,
@@ -49,7 +43,6 @@ from shared.messages import (
     RunNotice,
     RunState,
     SampleRequest,
-    StreamMarks,
     StreamReport,
     Token,
 )
@@ -62,73 +55,8 @@ from shared.specs import AgentSpec
 log = get_logger()
 
 TICK_S = 0.25
-ACKNOWLEDGE_S = 0.005  # while segments keep coming: hearing of some costs an actor as much as sending one
-GAP_PAUSE_S = 0.2  # a stream with a gap is told so at most this often
 BATCHES_A_TURN = 8  # for one agent, before segments get their turn
-REMEMBERED_DRAWS = 256
 GRANTS_AHEAD = 8  # a token may come before the notice of its grant, but not many grants before
-
-_SPECS: pydantic.TypeAdapter[dict[str, AgentSpec]] = pydantic.TypeAdapter(dict[str, AgentSpec])
-
-
-_NO_ROWS: dict[str, Array] = {
-    "index": np.empty(0, np.int64),
-    "generation": np.empty(0, np.uint64),
-    "priority": np.empty(0, np.float32),
-}
-
-DrawKey = tuple[int, int]  # a token's number and a draw: one batch, however often it is asked for
-
-
-@dataclass(slots=True)
-class HeldSample:
-    """A sample request that waits for its turn."""
-
-    peer: bytes
-    message: SampleRequest
-    key: DrawKey
-    until: float
-
-
-@dataclass(slots=True)
-class HeldPhase:
-    """A learner that waits for a round to be stored."""
-
-    peer: bytes
-    message: PhaseRequest
-    until: float
-
-
-@dataclass(slots=True)
-class AgentDesk:
-    """One agent's buffer with everybody who waits at it."""
-
-    buffer: AgentBuffer
-    trays: TrayTable  # its learner's
-    rounds: RoundBuffer | None = None  # in lockstep: decides what enters and what is drawn
-    phases: list[HeldPhase] = field(default_factory=list)
-    held: dict[DrawKey, HeldSample] = field(default_factory=dict)  # in the order of their coming
-    served: OrderedDict[DrawKey, None] = field(default_factory=OrderedDict)  # the newest of them
-    withheld: set[str] = field(default_factory=set)  # incarnations whose acknowledgements wait
-    learner_heard: float = -1e9
-    absent: bool = True  # no learner: what inserts run ahead is forgiven when one comes
-    blocked: str = ""
-    blocked_since: float = 0.0
-
-    def remember(self, key: DrawKey) -> None:
-        """This draw was served; a repeat does not count again."""
-        self.served[key] = None
-        if len(self.served) > REMEMBERED_DRAWS:
-            self.served.popitem(last=False)
-
-    def reason(self, batch_size: int = 1) -> str:
-        """Who waits for what, in words; empty when nobody has to wait."""
-        return self.buffer.limiter.reason(batch_size) if self.rounds is None else self.rounds.reason()
-
-    @property
-    def batch_size(self) -> int:
-        """Of the request that waits longest."""
-        return next((held.message.batch_size for held in self.held.values()), 1)
 
 
 class ReplayService(Service):
@@ -145,10 +73,7 @@ class ReplayService(Service):
         self.directory = run_dir / "replay"
         self.lock: int | None = None
         self.desks: dict[str, AgentDesk] = {}
-        self.acknowledged: dict[tuple[str, str], int] = {}  # (incarnation, agent): last number acknowledged
-        self.dirty: dict[str, set[str]] = {}  # incarnation: agents whose marks moved
-        self._acknowledged_at = 0.0
-        self.gap_told: dict[tuple[str, str], float] = {}
+        self.acknowledgements = Acknowledgements(self.desks, self._holds_back)
         self.leases: RunNotice | None = None
         self.counters: Counter[str] = Counter()
         self.syncer = ThreadPoolExecutor(1, "sync")
@@ -160,11 +85,12 @@ class ReplayService(Service):
     def start(self) -> None:
         """A restarted replay knows its run and its agents from its own files and waits for nobody."""
         self.lock = own(self.directory / f"service-{self.number}.lock")
-        known = self._read_known()
+        known_path = self.directory / f"service-{self.number}.json"
+        known = read_known_run(known_path)
         if known is None:
             self.join()
             specs = self.get_specs()
-            self._write_known(self.params.run, specs)
+            write_known_run(known_path, self.params.run, specs)
         else:
             run, specs = known
             self.join_known(run)
@@ -219,29 +145,8 @@ class ReplayService(Service):
             send_buffer_bytes=self.config.limits.send_buffer_bytes,
         )
         self.requests.run = run
-        self.snapshots.requests = self.requests
+        self.snapshots.requests = self.acknowledgements.requests = self.requests
         self.segments = SegmentReceiver(self.network, endpoints.segments, self.on_segment, run=run)
-
-    @property
-    def _known_path(self) -> Path:
-        return self.directory / f"service-{self.number}.json"
-
-    def _read_known(self) -> tuple[str, dict[str, AgentSpec]] | None:
-        try:
-            known = json.loads(self._known_path.read_text())
-            return known["run"], _SPECS.validate_python(known["specs"])
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError) as error:
-            log.warning(
-                "what replay knew of its run is unreadable; asking the parameter server", reason=str(error)
-            )
-            return None
-
-    def _write_known(self, run: str, specs: dict[str, AgentSpec]) -> None:
-        temporary = self._known_path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"run": run, "specs": _SPECS.dump_python(specs, mode="json")}))
-        temporary.replace(self._known_path)
 
     # --- the loop ---------------------------------------------------------------------------------------
 
@@ -253,7 +158,8 @@ class ReplayService(Service):
                 self._advance_rounds(agent, desk, desk.rounds)
             if desk.held:
                 more |= self._serve(agent, desk)
-        more |= self._acknowledge()
+        pressed, self.segments.pressed = self.segments.pressed, False
+        more |= self.acknowledgements.advance(pressed)
         return self.snapshots.advance() or more
 
     def ends_with(self, state: RunState) -> bool:
@@ -264,21 +170,23 @@ class ReplayService(Service):
         """What depends on time: deadlines of held requests, learners that fell silent."""
         now = time.monotonic()
         for agent, desk in self.desks.items():
-            for held in [held for held in desk.held.values() if held.until <= now]:
-                del desk.held[held.key]
-                reason = desk.reason(held.message.batch_size) or f"the run is {self.state}"
-                self.requests.refuse(
-                    held.peer, held.message, Refused("deadline", f"no batch in time: {reason}")
-                )
-            for waiting in [waiting for waiting in desk.phases if waiting.until <= now]:
-                desk.phases.remove(waiting)
-                reason = f"round {waiting.message.round} is not stored: {desk.reason()}"
-                self.requests.refuse(waiting.peer, waiting.message, Refused("deadline", reason))
+            self._refuse_overdue(desk, now)
             if desk.withheld and not self._holds_back(agent, desk, now):
-                self._release_withheld(agent, desk)
-            self._note_blocked(desk, now)
-        self.gap_told = {key: told for key, told in self.gap_told.items() if now - told < GAP_PAUSE_S}
+                self.acknowledgements.release(agent)
+            desk.note_blocked(now)
+        self.acknowledgements.forget_gaps(now)
         self.snapshots.expire_orders(now)
+
+    def _refuse_overdue(self, desk: AgentDesk, now: float) -> None:
+        """Answers whose deadline has passed with what they waited for."""
+        samples, phases = desk.take_overdue(now)
+        for sample in samples:
+            reason = desk.reason(sample.message.batch_size) or f"the run is {self.state}"
+            error = Refused("deadline", f"no batch in time: {reason}")
+            self.requests.refuse(sample.peer, sample.message, error)
+        for phase in phases:
+            error = Refused("deadline", f"round {phase.message.round} is not stored: {desk.reason()}")
+            self.requests.refuse(phase.peer, phase.message, error)
 
     # --- segments ---------------------------------------------------------------------------------------
 
@@ -289,54 +197,9 @@ class ReplayService(Service):
         insert = desk.buffer.insert if desk.rounds is None else desk.rounds.offer
         verdict = insert(segment, block)
         if verdict == "gap":
-            self._tell_gap(segment.incarnation, segment.agent, desk)
+            self.acknowledgements.tell_gap(segment.incarnation, segment.agent)
         else:
-            self.dirty.setdefault(segment.incarnation, set()).add(segment.agent)
-
-    def _tell_gap(self, incarnation: str, agent: str, desk: AgentDesk) -> None:
-        now = time.monotonic()
-        if now - self.gap_told.get((incarnation, agent), -1e9) < GAP_PAUSE_S:
-            return
-        self.gap_told[incarnation, agent] = now
-        mark = self._mark(incarnation, agent, desk).model_copy(update={"gap": True})
-        self.requests.reply(incarnation.encode(), StreamMarks(incarnation=incarnation, marks={agent: mark}))
-
-    def _acknowledge(self) -> bool:
-        """For all actors whose streams moved; True when that is put off because segments keep coming."""
-        pressed, self.segments.pressed = self.segments.pressed, False
-        if not self.dirty:
-            return False
-        if pressed and time.monotonic() - self._acknowledged_at < ACKNOWLEDGE_S:
-            return True
-        self._acknowledge_all()
-        return False
-
-    def _acknowledge_all(self) -> None:
-        """One message for each actor; its socket's identity is its incarnation."""
-        dirty, self.dirty = self.dirty, {}
-        for incarnation, agents in dirty.items():
-            self.requests.reply(incarnation.encode(), self._marks(incarnation, agents))
-        self._acknowledged_at = time.monotonic()
-
-    def _marks(self, incarnation: str, agents: set[str], request: int = 0) -> StreamMarks:
-        now = time.monotonic()
-        marks, reasons = {}, []
-        for agent in agents:
-            desk = self.desks[agent]
-            if self._holds_back(agent, desk, now):
-                desk.withheld.add(incarnation)
-                reasons.append(f"{agent}: {desk.buffer.limiter.reason()}")
-            else:
-                self.acknowledged[incarnation, agent] = desk.buffer.mark(incarnation)
-            marks[agent] = self._mark(incarnation, agent, desk)
-        return StreamMarks(
-            request=request, incarnation=incarnation, marks=marks, waiting_for="; ".join(reasons)[:2_000]
-        )
-
-    def _mark(self, incarnation: str, agent: str, desk: AgentDesk) -> Mark:
-        acknowledged = self.acknowledged.get((incarnation, agent), 0)
-        held = desk.rounds.held(incarnation) if desk.rounds is not None else 0
-        return Mark(stored=desk.buffer.mark(incarnation), acknowledged=acknowledged, held=held)
+            self.acknowledgements.note(segment.incarnation, segment.agent)
 
     def _holds_back(self, agent: str, desk: AgentDesk, now: float) -> bool:
         """Whether the limiter may make actors wait: only while somebody is there to draw."""
@@ -355,11 +218,6 @@ class ReplayService(Service):
             return True
         return now - desk.learner_heard < self.config.param_server.lease_s
 
-    def _release_withheld(self, agent: str, desk: AgentDesk) -> None:
-        for incarnation in desk.withheld:
-            self.dirty.setdefault(incarnation, set()).add(agent)
-        desk.withheld.clear()
-
     def on_stream_report(self, message: StreamReport, incoming: Incoming) -> None:
         now = time.monotonic()
         for agent, produced in message.produced_steps.items():
@@ -368,7 +226,7 @@ class ReplayService(Service):
                     "wrong_replay", f"agent {agent!r} is not kept here; kept are {', '.join(self.desks)}"
                 )
             self.desks[agent].buffer.report(message.incarnation, produced, message.final, now)
-        marks = self._marks(message.incarnation, set(message.produced_steps), message.request)
+        marks = self.acknowledgements.marks(message.incarnation, set(message.produced_steps), message.request)
         self.requests.reply(incoming.peer, marks)
 
     # --- rounds -----------------------------------------------------------------------------------------
@@ -377,13 +235,12 @@ class ReplayService(Service):
         desk = self._desk_of(message.token, incoming.peer)
         if desk.rounds is None:
             raise Refused("not_in_rounds", "this run is not in rounds (parallel.async_learning is true)")
-        desk.phases = [held for held in desk.phases if held.message.request != message.request]
-        desk.phases.append(HeldPhase(incoming.peer, message, time.monotonic() + 0.9 * message.deadline_s))
+        desk.hold_phase(incoming.peer, message)
 
     def _advance_rounds(self, agent: str, desk: AgentDesk, rounds: RoundBuffer) -> None:
         """Stores what is due, and tells the learner how often it may draw from it."""
         for incarnation in rounds.advance():
-            self.dirty.setdefault(incarnation, set()).add(agent)
+            self.acknowledgements.note(incarnation, agent)
         waiting, desk.phases = desk.phases, []
         for held in waiting:
             try:
@@ -400,79 +257,32 @@ class ReplayService(Service):
     # --- batches ----------------------------------------------------------------------------------------
 
     def on_sample_request(self, message: SampleRequest, incoming: Incoming) -> None:
-        desk = self._desk_of(message.token, incoming.peer)
-        key = message.token.number, message.draw
-        if key in desk.held:
-            return  # the learner repeats itself
-        if incoming.received.arrays and key not in desk.served:
-            desk.buffer.update_priorities(*self._update_in(incoming, desk.rounds is None))
-        desk.held[key] = HeldSample(
-            incoming.peer, message, key, desk.learner_heard + 0.9 * message.deadline_s
-        )
+        self._desk_of(message.token, incoming.peer).hold_sample(incoming.peer, incoming.received, message)
 
     def _serve(self, agent: str, desk: AgentDesk) -> bool:
         """Serves what the limiter allows; True when it stopped for fairness alone."""
+        if self.held or self.state in ("paused", "finished"):
+            return False
         for _ in range(BATCHES_A_TURN):
-            if not desk.held or self.held or self.state in ("paused", "finished"):
+            sample = desk.next_sample()
+            if sample is None:
                 return False
-            key, sample = next(iter(desk.held.items()))
-            repeated = key in desk.served
-            if not repeated and not self._can_serve(desk, sample.message):
-                return False
-            del desk.held[key]
-            self._serve_one(desk, sample, repeated)
+            self._serve_one(desk, sample)
             if desk.withheld and not desk.buffer.limiter.inserts_ahead():
-                self._release_withheld(agent, desk)
+                self.acknowledgements.release(agent)
         return bool(desk.held)
 
-    def _can_serve(self, desk: AgentDesk, message: SampleRequest) -> bool:
-        if desk.rounds is not None:
-            return desk.rounds.can_draw(message.draw)
-        return desk.buffer.limiter.can_sample(message.batch_size)
-
-    def _serve_one(self, desk: AgentDesk, sample: HeldSample, repeated: bool) -> None:
-        message, (tray, no_tray) = sample.message, self._tray_of(desk, sample.message)
-        draw, batch_size, beta = message.draw, message.batch_size, message.beta
+    def _serve_one(self, desk: AgentDesk, sample: HeldSample) -> None:
         try:
-            desk.buffer.check_token(message.token.number)  # a newer learner may have come while it was held
-            if desk.rounds is not None:
-                arrays = desk.rounds.draw(draw, batch_size, beta)
-            else:
-                arrays = desk.buffer.draw(draw, batch_size, beta, count=not repeated, tray=tray)
+            arrays, batch = desk.draw(sample)
         except Refused as error:
-            self.requests.refuse(sample.peer, message, error)
+            self.requests.refuse(sample.peer, sample.message, error)
             return
-        desk.remember(sample.key)
         self.counters["batches"] += 1
-        on_tray = arrays.layout.text if arrays.block is tray else ""
-        batch = Batch(
-            request=message.request, token=message.token, draw=draw, on_tray=on_tray, no_tray=no_tray
-        )
-        self.requests.reply(sample.peer, batch, None if on_tray else arrays)
-
-    def _tray_of(self, desk: AgentDesk, message: SampleRequest) -> tuple[Block | None, str]:
-        """The learner's memory for this batch, or why there is none, where it lent some."""
-        if message.tray is None or desk.rounds is not None:
-            return None, ""
-        try:
-            return desk.trays.open(message.tray), ""
-        except NoTray as error:
-            return None, str(error)
+        self.requests.reply(sample.peer, batch, None if batch.on_tray else arrays)
 
     def on_priority_update(self, message: PriorityUpdate, incoming: Incoming) -> None:
-        desk = self._desk_of(message.token, incoming.peer)
-        update = self._update_in(incoming)
-        if desk.rounds is not None:
-            desk.rounds.take_update(message.draw, *update)
-        elif len(update[0]):
-            desk.buffer.update_priorities(*update)
-
-    def _update_in(self, incoming: Incoming, welcome: bool = True) -> list[Array]:
-        """Index, generation and priority of an update, or of one that rides on a request for a batch."""
-        arrays = incoming.received.arrays
-        if not welcome or (arrays and set(arrays) != {"index", "generation", "priority"}):
-            raise BadMessage(f"a {incoming.message.kind} with arrays {sorted(arrays)}")  # type: ignore[attr-defined]
-        return [arrays.get(name, _NO_ROWS[name]) for name in ("index", "generation", "priority")]
+        self._desk_of(message.token, incoming.peer).take_update(incoming.received, message)
 
     def _desk_of(self, token: Token, peer: bytes) -> AgentDesk:
         """The agent's desk, for the learner that holds its newest lease and nobody else."""
@@ -487,10 +297,7 @@ class ReplayService(Service):
         if lease is not None and token.number > lease.number + GRANTS_AHEAD:
             raise Refused("unknown_token", f"token {token.number} of {token.agent!r} was never granted")
         desk.buffer.check_token(token.number, keep=lease is not None)
-        desk.learner_heard = time.monotonic()
-        if desk.absent:
-            desk.absent = False
-            desk.buffer.forgive()
+        desk.hear_learner()
         return desk
 
     def on_run_notice(self, notice: RunNotice) -> None:
@@ -508,14 +315,9 @@ class ReplayService(Service):
 
     # --- figures ----------------------------------------------------------------------------------------
 
-    def _note_blocked(self, desk: AgentDesk, now: float) -> None:
-        blocked = "inserts" if desk.withheld else "samples" if desk.held else ""
-        if blocked != desk.blocked:
-            desk.blocked, desk.blocked_since = blocked, now
-
     def on_replay_stats_request(self, message: ReplayStatsRequest, incoming: Incoming) -> None:
         now = time.monotonic()
-        buffers = {agent: self._buffer_stats(desk, now) for agent, desk in self.desks.items()}
+        buffers = {agent: desk.stats(now) for agent, desk in self.desks.items()}
         counters = self.counters + self.requests.counters + self.segments.counters
         for desk in self.desks.values():
             counters.update(desk.buffer.counters())
@@ -526,19 +328,6 @@ class ReplayService(Service):
             newest_snapshot=self.snapshots.newest(),
         )
         self.requests.reply(incoming.peer, stats)
-
-    def _buffer_stats(self, desk: AgentDesk, now: float) -> BufferStats:
-        self._note_blocked(desk, now)
-        limiter = LimiterStats(
-            blocked=desk.blocked,
-            reason=desk.reason(desk.batch_size) if desk.blocked else "",
-            since_s=now - desk.blocked_since if desk.blocked else 0.0,
-            samples_per_insert=desk.buffer.limiter.samples_per_insert,
-            min_steps=desk.buffer.limiter.min_steps,
-            tolerance_samples=desk.buffer.limiter.tolerance_samples,
-            ahead_samples=desk.buffer.limiter.ahead,
-        )
-        return BufferStats(held_requests=len(desk.held), limiter=limiter, **desk.buffer.stats())
 
     def on_ledger_request(self, message: LedgerRequest, incoming: Incoming) -> None:
         now, lease_s = time.monotonic(), self.config.param_server.lease_s
@@ -566,12 +355,7 @@ class ReplayService(Service):
             "bad_segments": float(self.segments.counters["bad_segments"]),
         }
         for agent, desk in self.desks.items():
-            figures[f"fill.{agent}"] = desk.buffer.drawable_steps / desk.buffer.capacity_steps
-            figures[f"steps.{agent}"] = float(desk.buffer.drawable_steps)
-            figures[f"held.{agent}"] = float(len(desk.held))
-            figures[f"withheld.{agent}"] = float(len(desk.withheld))
-            if desk.rounds is not None:
-                figures[f"rounds.{agent}"] = float(desk.rounds.rounds)
+            figures |= {f"{name}.{agent}": value for name, value in desk.metrics().items()}
         return figures
 
     def set_values(self, values: dict[str, float]) -> None:
@@ -583,15 +367,10 @@ class ReplayService(Service):
                 "change in the middle; train in mode async to change it",
             )
         check_limiter_values(values, self.config.replay.capacity_steps)
-        ratio = values.get("samples_per_insert")
         for agent, desk in self.desks.items():
-            desk.buffer.adjust_limiter(
-                samples_per_insert=ratio,
-                tolerance_samples=None if ratio is None else tolerance_samples(self.config, agent, ratio),
-                min_steps=int(values["min_steps"]) if "min_steps" in values else None,
-            )
+            desk.adjust_limiter(values, self.config)
             if desk.withheld and not desk.buffer.limiter.inserts_ahead():
-                self._release_withheld(agent, desk)
+                self.acknowledgements.release(agent)
         log.info("limiter set", **values)
 
     # --- disk -------------------------------------------------------------------------------------------
@@ -609,7 +388,7 @@ class ReplayService(Service):
             desk.buffer.sync()
 
     def wind_down(self) -> None:
-        self._acknowledge_all()
+        self.acknowledgements.send()
         self.snapshots.end()
         self._syncs.cancel()  # the loop still turns for the last words
         self.syncer.shutdown()
@@ -622,24 +401,3 @@ class ReplayService(Service):
         super().close()
         if self.lock is not None:
             os.close(self.lock)
-
-
-def check_limiter_values(values: dict[str, float], capacity_steps: int) -> None:
-    """Refuses settings that do not exist or could never work, in words."""
-    known = ("samples_per_insert", "min_steps")
-    if unknown := sorted(set(values) - set(known)):
-        raise Refused(
-            "unknown_value", f"replay has no setting {', '.join(unknown)}; it has {' and '.join(known)}"
-        )
-    if not values:
-        raise Refused("unknown_value", f"nothing to set; replay has {' and '.join(known)}")
-    ratio = values.get("samples_per_insert", 1.0)
-    if not (math.isfinite(ratio) and ratio > 0.0):
-        raise Refused("bad_value", f"samples_per_insert {ratio:g}: it must be a number above 0")
-    steps = values.get("min_steps", 1.0)
-    if not (math.isfinite(steps) and steps == int(steps) and 1 <= steps <= capacity_steps):
-        raise Refused(
-            "bad_value",
-            f"min_steps {steps:g}: it must be a whole number from 1 to replay.capacity_steps "
-            f"({capacity_steps}); with more nothing could ever be drawn",
-        )

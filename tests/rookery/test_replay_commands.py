@@ -20,7 +20,8 @@ from rookery.run_directory import RunDirectory, create_run
 from services.param_server.service import ParamServer
 from services.param_server.spec_book import SpecBook
 from services.replay.buffer import AgentBuffer
-from services.replay.service import ReplayService, check_limiter_values
+from services.replay.limiter import check_limiter_values
+from services.replay.service import ReplayService
 from services.replay.snapshot import Snapshot
 from shared.codec import pack_segment, segment_checksum
 from shared.config import load_config

@@ -1,0 +1,224 @@
+"""One agent's buffer with everybody who waits at it: its learner's requests, and actors that are held back.
+
+It knows no sockets: the service tells it what has come, and sends what it answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.replay.buffer import AgentBuffer
+from services.replay.opening import tolerance_samples
+from services.replay.rounds import RoundBuffer
+from shared.codec import Received
+from shared.config import Config
+from shared.errors import BadMessage, NoTray
+from shared.layout import Array, Block, Packed
+from shared.links.trays import TrayTable
+from shared.messages import (
+    Batch,
+    BufferStats,
+    LimiterStats,
+    PhaseRequest,
+    PriorityUpdate,
+    SampleRequest,
+)
+
+REMEMBERED_DRAWS = 256
+HOLD_SHARE = 0.9  # of its deadline a request is held
+
+_NO_ROWS: dict[str, Array] = {
+    "index": np.empty(0, np.int64),
+    "generation": np.empty(0, np.uint64),
+    "priority": np.empty(0, np.float32),
+}
+
+DrawKey = tuple[int, int]  # a token's number and a draw: one batch, however often it is asked for
+
+
+@dataclass(slots=True)
+class HeldSample:
+    """A sample request that waits for its turn."""
+
+    peer: bytes
+    message: SampleRequest
+    key: DrawKey
+    until: float
+
+
+@dataclass(slots=True)
+class HeldPhase:
+    """A learner that waits for a round to be stored."""
+
+    peer: bytes
+    message: PhaseRequest
+    until: float
+
+
+@dataclass(slots=True)
+class AgentDesk:
+    """What waits, what was served, and what may be answered now."""
+
+    buffer: AgentBuffer
+    trays: TrayTable  # its learner's
+    rounds: RoundBuffer | None = None  # in lockstep: decides what enters and what is drawn
+    phases: list[HeldPhase] = field(default_factory=list)
+    held: dict[DrawKey, HeldSample] = field(default_factory=dict)  # in the order of their coming
+    served: OrderedDict[DrawKey, None] = field(default_factory=OrderedDict)  # the newest of them
+    withheld: set[str] = field(default_factory=set)  # incarnations whose acknowledgements wait
+    learner_heard: float = -1e9
+    absent: bool = True  # no learner: what inserts run ahead is forgiven when one comes
+    blocked: str = ""
+    blocked_since: float = 0.0
+
+    # --- who waits ----------------------------------------------------------------------------------------
+
+    def hear_learner(self) -> None:
+        """The agent's learner has spoken."""
+        self.learner_heard = time.monotonic()
+        if self.absent:
+            self.absent = False
+            self.buffer.forgive()
+
+    def hold_sample(self, peer: bytes, received: Received, message: SampleRequest) -> None:
+        """A request for a batch waits from now on; the priorities that ride on it are taken at once."""
+        key = message.token.number, message.draw
+        if key in self.held:
+            return  # the learner repeats itself
+        if received.arrays and key not in self.served:
+            update = update_in(received, welcome=self.rounds is None)
+            self.buffer.update_priorities(*update)
+        self.held[key] = HeldSample(peer, message, key, self.learner_heard + HOLD_SHARE * message.deadline_s)
+
+    def hold_phase(self, peer: bytes, message: PhaseRequest) -> None:
+        """A learner waits from now on for a round to be stored; a repeated request waits once."""
+        self.phases = [held for held in self.phases if held.message.request != message.request]
+        self.phases.append(HeldPhase(peer, message, self.learner_heard + HOLD_SHARE * message.deadline_s))
+
+    def take_overdue(self, now: float) -> tuple[list[HeldSample], list[HeldPhase]]:
+        """Those whose deadline has passed; they wait no longer."""
+        samples = [held for held in self.held.values() if held.until <= now]
+        for sample in samples:
+            del self.held[sample.key]
+        phases = [held for held in self.phases if held.until <= now]
+        self.phases = [held for held in self.phases if held.until > now]
+        return samples, phases
+
+    def reason(self, batch_size: int = 1) -> str:
+        """Who waits for what, in words; empty when nobody has to wait."""
+        return self.buffer.limiter.reason(batch_size) if self.rounds is None else self.rounds.reason()
+
+    # --- batches ------------------------------------------------------------------------------------------
+
+    def next_sample(self) -> HeldSample | None:
+        """The request that waits longest, if it may be served now."""
+        for sample in self.held.values():
+            return sample if self._may_serve(sample) else None
+        return None
+
+    def _may_serve(self, sample: HeldSample) -> bool:
+        if sample.key in self.served:
+            return True
+        if self.rounds is not None:
+            return self.rounds.can_draw(sample.message.draw)
+        return self.buffer.limiter.can_sample(sample.message.batch_size)
+
+    def draw(self, sample: HeldSample) -> tuple[Packed, Batch]:
+        """Its batch, and what to say with it; it waits no longer, whatever comes of it."""
+        del self.held[sample.key]
+        message = sample.message
+        self.buffer.check_token(message.token.number)  # a newer learner may have come while it was held
+        tray, no_tray = self._tray_of(message)
+        draw, batch_size, beta = message.draw, message.batch_size, message.beta
+        if self.rounds is not None:
+            arrays = self.rounds.draw(draw, batch_size, beta)
+        else:
+            counts = sample.key not in self.served  # a repeat does not count again
+            arrays = self.buffer.draw(draw, batch_size, beta, count=counts, tray=tray)
+        self._remember(sample.key)
+        on_tray = arrays.layout.text if arrays.block is tray else ""
+        return arrays, Batch(
+            request=message.request, token=message.token, draw=draw, on_tray=on_tray, no_tray=no_tray
+        )
+
+    def _remember(self, key: DrawKey) -> None:
+        self.served[key] = None
+        if len(self.served) > REMEMBERED_DRAWS:
+            self.served.popitem(last=False)
+
+    def _tray_of(self, message: SampleRequest) -> tuple[Block | None, str]:
+        """The learner's memory for this batch, or why there is none, where it lent some."""
+        if message.tray is None or self.rounds is not None:
+            return None, ""
+        try:
+            return self.trays.open(message.tray), ""
+        except NoTray as error:
+            return None, str(error)
+
+    def take_update(self, received: Received, message: PriorityUpdate) -> None:
+        """New priorities; in rounds they wait for their turn."""
+        update = update_in(received)
+        if self.rounds is not None:
+            self.rounds.take_update(message.draw, *update)
+        elif len(update[0]):
+            self.buffer.update_priorities(*update)
+
+    # --- the limiter --------------------------------------------------------------------------------------
+
+    def adjust_limiter(self, values: Mapping[str, float], config: Config) -> None:
+        """Settings that `check_limiter_values` let pass."""
+        ratio = values.get("samples_per_insert")
+        self.buffer.adjust_limiter(
+            samples_per_insert=ratio,
+            tolerance_samples=None if ratio is None else tolerance_samples(config, self.buffer.agent, ratio),
+            min_steps=int(values["min_steps"]) if "min_steps" in values else None,
+        )
+
+    def note_blocked(self, now: float) -> None:
+        """Keeps the moment since which somebody waits."""
+        blocked = "inserts" if self.withheld else "samples" if self.held else ""
+        if blocked != self.blocked:
+            self.blocked, self.blocked_since = blocked, now
+
+    # --- figures ------------------------------------------------------------------------------------------
+
+    def stats(self, now: float) -> BufferStats:
+        """Everything about this agent, its limiter included."""
+        self.note_blocked(now)
+        limiter = self.buffer.limiter
+        batch_size = next((held.message.batch_size for held in self.held.values()), 1)
+        figures = LimiterStats(
+            blocked=self.blocked,
+            reason=self.reason(batch_size) if self.blocked else "",
+            since_s=now - self.blocked_since if self.blocked else 0.0,
+            samples_per_insert=limiter.samples_per_insert,
+            min_steps=limiter.min_steps,
+            tolerance_samples=limiter.tolerance_samples,
+            ahead_samples=limiter.ahead,
+        )
+        return BufferStats(held_requests=len(self.held), limiter=figures, **self.buffer.stats())
+
+    def metrics(self) -> dict[str, float]:
+        """The same in short, for heartbeats."""
+        figures = {
+            "fill": self.buffer.drawable_steps / self.buffer.capacity_steps,
+            "steps": float(self.buffer.drawable_steps),
+            "held": float(len(self.held)),
+            "withheld": float(len(self.withheld)),
+        }
+        if self.rounds is not None:
+            figures["rounds"] = float(self.rounds.rounds)
+        return figures
+
+
+def update_in(received: Received, welcome: bool = True) -> list[Array]:
+    """Index, generation and priority of an update, or of one that rides on a request for a batch."""
+    arrays = received.arrays
+    if not welcome or (arrays and set(arrays) != {"index", "generation", "priority"}):
+        raise BadMessage(f"a {received.message.kind} with arrays {sorted(arrays)}")  # type: ignore[attr-defined]
+    return [arrays.get(name, _NO_ROWS[name]) for name in ("index", "generation", "priority")]
