@@ -34,7 +34,8 @@ from bench.replay_alone import (
     make_config,
 )
 from bench.replay_links import SPAWN, end, start
-from services.replay.ring import Ring, incarnation_text
+from services.replay.records import incarnation_text
+from services.replay.ring import Ring
 from services.replay.streams import Streams
 from shared.codec import pack_segment
 from shared.config import Config

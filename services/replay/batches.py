@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from services.replay import kernels
+from services.replay.records import Array
 from services.replay.recycler import Recycler
-from services.replay.ring import Array, Ring
+from services.replay.ring import Ring
 from services.replay.sum_tree import SumTree
 from shared.errors import Refused
 from shared.layout import ALIGNMENT_BYTES, Block, Layout, Packed, layout_of

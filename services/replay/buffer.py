@@ -20,7 +20,8 @@ import numpy.typing as npt
 from services.replay import kernels
 from services.replay.batches import BatchMaker
 from services.replay.limiter import Limiter
-from services.replay.ring import Array, Ints, Ring
+from services.replay.records import Array, Ints
+from services.replay.ring import Ring
 from services.replay.streams import Streams
 from services.replay.sum_tree import Leaves, SumTree
 from shared.codec import pack_segment, segment_checksum

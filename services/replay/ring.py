@@ -9,153 +9,33 @@ Next: services/learner/service.py
 
 from __future__ import annotations
 
-import contextlib
-import json
-import mmap
-import os
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 
 from services.replay import slot_kernels
+from services.replay.files import check_layout, map_array, sync_file
+from services.replay.records import (
+    METADATA,
+    METADATA_STRUCT,
+    PLACE,
+    WORD_BYTES,
+    Ints,
+    State,
+    incarnation_words,
+    row_dtype,
+)
 from services.replay.sum_tree import SumTree
 from shared.codec import segment_checksum, segment_layout
-from shared.errors import ConfigError
 from shared.layout import Layout, Packed
 from shared.segment_frame import AnySegment
 from shared.specs import AgentSpec, Column
 
 log = structlog.get_logger(__name__)
-
-WORD_BYTES = 8
-
-Array = npt.NDArray[Any]
-Ints = npt.NDArray[np.int64]
-
-METADATA = np.dtype(
-    [
-        ("incarnation", "<u8", (2,)),
-        ("sequence", "<u8"),
-        ("generation", "<u8"),
-        ("stored_after", "<u8"),  # steps of this stream that are stored once this segment is
-        ("produced_after", "<u8"),  # what its actor said it had produced by then
-        ("actor_index", "<u8"),
-        ("env_slot", "<u8"),
-        ("epoch", "<u8"),
-        ("before", "<u4"),
-        ("owned", "<u4"),
-        ("rows", "<u4"),
-        ("unused", "<u4"),
-        ("checksum", "<u8"),
-    ]
-)
-_METADATA_STRUCT = struct.Struct("<9Q4IQ")  # the same, for writing one at once
-assert _METADATA_STRUCT.size == METADATA.itemsize
-# What drawing needs of a slot, four slots to a cache line; in memory only, generation 0 where it is invalid.
-PLACE = np.dtype(
-    [("generation", "<u8"), ("before", "<u2"), ("owned", "<u2"), ("rows", "<u2"), ("unused", "<u2")]
-)
-STATE = np.dtype(
-    [
-        ("openings", "<u8"),
-        ("max_priority", "<f8"),
-        ("sampled_steps", "<u8"),
-        ("token", "<u8"),
-        ("duplicates_dropped", "<u8"),
-        ("gaps_dropped", "<u8"),
-        ("stale_priorities", "<u8"),
-        ("damaged_slots", "<u8"),
-        ("limiter_offset", "<f8"),
-        ("samples_per_insert", "<f8"),
-        ("min_steps", "<u8"),
-        # What the config said when the two above were last set: while it says the same, they stay.
-        ("config_samples_per_insert", "<f8"),
-        ("config_min_steps", "<u8"),
-    ]
-)
-
-
-def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], *, huge_pages: bool = False) -> Array:
-    """The file as an array, made (zeros) or extended to the size it needs.
-
-    The space is claimed now: a write into a mapped file on a full disk would kill the process later.
-    """
-    size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        os.ftruncate(handle, size)
-        _claim_space(path, handle, size)
-        mapped = mmap.mmap(handle, size)
-        if huge_pages:
-            _ask_for_huge_pages(mapped)
-        return np.ndarray(shape, dtype, buffer=mapped)
-    finally:
-        os.close(handle)
-
-
-def _ask_for_huge_pages(mapped: mmap.mmap) -> None:
-    """Rows are drawn from all over a file of gigabytes: with pages of 2 MiB, where the kernel has them for
-    files, the processor finds nearly every row's page at once. Without them it is only slower."""
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages refuses
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-
-
-def _claim_space(path: Path, handle: int, size: int) -> None:
-    try:
-        os.posix_fallocate(handle, 0, size)
-    except OSError as error:
-        raise ConfigError(
-            f"no room for {size:,} bytes in {path}: {error.strerror}; "
-            "free some, or lower replay.capacity_steps"
-        ) from None
-
-
-def sync_file(path: Path) -> None:
-    """Puts a file's mapped pages on the disk; from any thread, since it only needs the path."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fdatasync(handle)
-    finally:
-        os.close(handle)
-
-
-def row_dtype(spec: AgentSpec) -> np.dtype[Any]:
-    """One row with all its columns: the observation first, then the steps' from wide to narrow, no gaps but
-    at the end, where it is filled up to whole 8-byte words."""
-    observation, steps = spec.observation_columns, spec.step_columns
-    ordered = [*observation, *sorted(steps, key=lambda column: -column.dtype.numpy.itemsize)]
-    offsets, at = [], 0
-    for column in ordered:
-        at = -(-at // column.dtype.numpy.itemsize) * column.dtype.numpy.itemsize
-        offsets.append(at)
-        at += column.row_bytes
-    return np.dtype(
-        {
-            "names": [column.name for column in ordered],
-            "formats": [(column.dtype.numpy, column.shape) for column in ordered],
-            "offsets": offsets,
-            "itemsize": -(-at // WORD_BYTES) * WORD_BYTES,
-        }
-    )
-
-
-@lru_cache(maxsize=1024)
-def incarnation_words(incarnation: str) -> tuple[int, int]:
-    """The 32 hex digits as the two numbers that are stored."""
-    return int(incarnation[:16], 16), int(incarnation[16:], 16)
-
-
-def incarnation_text(words: Array) -> str:
-    """And back."""
-    return f"{int(words[0]):016x}{int(words[1]):016x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,25 +45,6 @@ class _Plan:
     layout: Layout
     columns: Ints  # for slot_kernels.store_segment
     checked: Ints  # for slot_kernels.flaw_of
-
-
-class State:
-    """The few numbers of an agent that must outlive the process, each updated in place with one store."""
-
-    def __init__(self, path: Path) -> None:
-        self._record = map_array(path, STATE, (1,))
-        # Views of bytes, not arrays: they give and take plain numbers in a quarter of the time.
-        self._fields: dict[str, Any] = {name: self._record[name].data for name in STATE.names or ()}
-
-    def __getitem__(self, name: str) -> Any:
-        return self._fields[name][0]
-
-    def __setitem__(self, name: str, value: float) -> None:
-        self._fields[name][0] = value
-
-    def as_bytes(self) -> bytes:
-        """As the file has them now."""
-        return self._record.tobytes()
 
 
 class Watcher(Protocol):
@@ -202,7 +63,7 @@ class Ring:
         self.slots, self.segment_steps, self.n_step = slots, segment_steps, n_step
         self.slot_rows = (spec.stack - 1) + segment_steps + n_step
         directory.mkdir(parents=True, exist_ok=True)
-        _check_layout(directory / "layout.json", spec, slots, segment_steps, n_step)
+        check_layout(directory / "layout.json", spec, slots, segment_steps, n_step)
         # All columns of a row lie together: a drawn row is one place in memory, not one for each column.
         packed = row_dtype(spec)
         rows = map_array(directory / "rows", packed, (slots * self.slot_rows,), huge_pages=True)
@@ -269,7 +130,7 @@ class Ring:
 
     def _describe(self, segment: AnySegment, stored_after: int) -> None:
         """The metadata, in the order of METADATA."""
-        _METADATA_STRUCT.pack_into(
+        METADATA_STRUCT.pack_into(
             self._record.data,
             0,
             *incarnation_words(segment.incarnation),
@@ -419,49 +280,3 @@ class Ring:
         """Puts everything on the disk, commits after what they commit; from any thread."""
         for name in ("rows", "metadata", "priorities", "commit", "state"):
             sync_file(self.directory / name)
-
-
-def _check_layout(path: Path, spec: AgentSpec, slots: int, segment_steps: int, n_step: int) -> None:
-    wanted = {
-        "format": 4,
-        "spec": spec.model_dump(mode="json"),
-        "slots": slots,
-        "segment_steps": segment_steps,
-        "n_step": n_step,
-    }
-    if empty := [column.name for column in spec.columns if column.row_items == 0]:
-        raise ConfigError(f"{empty[0]} has a shape without any values; nothing of it could be stored")
-    if not path.exists():
-        _write_layout(path, json.dumps(wanted, indent=1))
-        return
-    found = _read_layout(path)
-    differences = [
-        f"{key} is {found.get(key)} there and {value} here"
-        for key, value in wanted.items()
-        if found.get(key) != value
-    ]
-    if differences:
-        raise ConfigError(
-            f"the replay files in {path.parent} were made for another config: {'; '.join(differences)}. "
-            "Set it back, or start a new run directory"
-        )
-
-
-def _read_layout(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f"{path} is damaged, so the files beside it cannot be read; start a new run directory"
-        )
-    return found
-
-
-def _write_layout(path: Path, text: str) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(text)
-    sync_file(draft)
-    draft.replace(path)
-    sync_file(path.parent)

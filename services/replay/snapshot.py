@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from services.replay import snapshot_files
 from services.replay.buffer import AgentBuffer
-from services.replay.ring import Array, Ints
+from services.replay.records import Array, Ints
 from services.replay.snapshot_files import Manifest
 from shared.errors import Refused
 

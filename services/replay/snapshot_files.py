@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from services.replay.ring import STATE, Ints
+from services.replay.records import STATE, Ints
 from shared.errors import ConfigError
 from shared.logs import get_logger
 

@@ -13,7 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from services.replay.ring import Array, incarnation_text, incarnation_words, map_array, sync_file
+from services.replay.files import map_array, sync_file
+from services.replay.records import Array, incarnation_text, incarnation_words
 
 Judgement = Literal["next", "duplicate", "gap"]
 

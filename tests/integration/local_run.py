@@ -18,7 +18,8 @@ from waiting import wait_for
 
 from rookery.client import RunClient
 from rookery.run_directory import create_run
-from services.replay.ring import Ring, incarnation_text
+from services.replay.records import incarnation_text
+from services.replay.ring import Ring
 from services.replay.streams import Streams
 from shared.codec import segment_checksum
 from shared.config import Config, load_config

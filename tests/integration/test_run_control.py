@@ -11,7 +11,7 @@ from local_run import LocalRun, StoredRows, assert_journal_equals_ring, service_
 from waiting import wait_for
 
 from rookery.run_directory import RunDirectory
-from services.replay.ring import incarnation_words
+from services.replay.records import incarnation_words
 from shared.messages import RunStatus
 from shared.networks import QNetwork, flat_input
 

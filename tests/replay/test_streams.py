@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.replay.ring import METADATA, incarnation_words
+from services.replay.records import METADATA, incarnation_words
 from services.replay.streams import StreamLedger, Streams
 
 A, B = f"{1:032x}", f"{2**127 + 5:032x}"
