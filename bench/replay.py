@@ -3,9 +3,8 @@
 2^20 steps of float32[128]. In process, one core: drawing a batch and updating its priorities, beside cpprb
 and tianshou doing the same; gathering alone; the same without priorities; a whole DQN update with and without
 them. Over sockets: the service with one learner beside a bare ROUTER/DEALER echo of the same size, eight
-actors beside a bare PUSH/PULL, and three learners with eight actors at once. What stands for a learner or an
-actor is a process that is scheduled as services are (`shared/scheduling.py`); what is bare is left as it is.
-Exits with 1 when a ratio misses its bar.
+actors beside a bare PUSH/PULL, and three learners with eight actors at once. Exits with 1 when a ratio misses
+its bar.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from services.learner.algorithms import build_algorithm
 from services.replay.buffer import AgentBuffer
 from shared.config import Config, LearnerConfig
 from shared.layout import Packed
-from shared.scheduling import interrupt_nobody
 from shared.specs import AgentSpec, Discrete, DType, vector_observation
 
 CAPACITY = 2**20
@@ -281,10 +279,9 @@ def measure_one_learner(transport: str, files: Path, rounds: int) -> dict[str, l
 
 
 class OneLearner:
-    """A learner that is measured, in a process of its own, scheduled as services are."""
+    """A learner that is measured, in a process of its own."""
 
     def __init__(self, config: Config, agent: str, updates: bool, trays: bool) -> None:
-        interrupt_nobody()
         self._learner = Learner(config, agent, 512, IN_FLIGHT, updates=updates, trays=trays)
         self._learner.first_batch(60.0)
 
@@ -357,7 +354,6 @@ def inserted_steps(observer: Learner) -> int:
 
 def act(config: Config, number: int, going: Any) -> None:
     """A process: one actor that pushes while `going` is set."""
-    interrupt_nobody()
     actor = Actor(config, Stream(f"agent_{number % LEARNERS}", number + 1))
     while True:
         going.wait()
@@ -366,7 +362,6 @@ def act(config: Config, number: int, going: Any) -> None:
 
 def learn(config: Config, number: int, going: Any) -> None:
     """A process: one learner that draws and updates while `going` is set."""
-    interrupt_nobody()
     learner = Learner(config, f"agent_{number}", 512, IN_FLIGHT)
     while True:
         going.wait()

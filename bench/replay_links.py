@@ -1,7 +1,7 @@
 """What libzmq itself can do with messages of the same size: the floor under the service's figures.
 
 Each is a process of its own with the barest loop that works: no headers, no checks, nothing is done with the
-bytes.
+bytes. All processes of a comparison are scheduled alike, as services are (`shared/scheduling.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
+
+from shared.scheduling import interrupt_nobody
 
 SPAWN = multiprocessing.get_context("spawn")
 REQUEST_BYTES = 150
@@ -94,9 +96,14 @@ def _measure_when_told(pipe: Any, make: Callable[..., Any], arguments: tuple[Any
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Any:
-    process = SPAWN.Process(target=target, args=arguments, daemon=True)
+    process = SPAWN.Process(target=_run_as_services_do, args=(target, *arguments), daemon=True)
     process.start()
     return process
+
+
+def _run_as_services_do(target: Callable[..., None], *arguments: Any) -> None:
+    interrupt_nobody()
+    target(*arguments)
 
 
 def end(processes: list[Any]) -> None:
