@@ -34,14 +34,14 @@ class BatchMaker:
     """The batches of one ring."""
 
     def __init__(self, ring: Ring, gamma: float, max_batch_bytes: int) -> None:
-        self._ring, self._spec, self._max_batch_bytes = ring, ring.spec, max_batch_bytes
-        self._powers = gamma ** np.arange(ring.n_step + 1)
+        self._spec, self._max_batch_bytes = ring.spec, max_batch_bytes
         self._passed_on = [column for column in ring.spec.step_columns if column.name in PASSED_ON]
-        self._fields = ring.fields(self._passed_on)
-        self._frame_bytes = ring.spec.observation.row_bytes
-        self._reward, self._terminated = ring.columns["reward"], ring.columns["terminated"]
-        shape = ring.segment_steps, ring.slot_rows, ring.spec.stack, self._frame_bytes
-        self._shape = np.array(shape, np.int64)
+        # What the kernels read of the ring, in the order in which they take it.
+        reward, terminated = ring.columns["reward"], ring.columns["terminated"]
+        powers, fields = gamma ** np.arange(ring.n_step + 1), ring.fields(self._passed_on)
+        self._stored = ring.packed, reward, terminated, ring.places, powers, fields
+        self._shape = ring.segment_steps, ring.slot_rows, ring.spec.stack, ring.spec.observation.row_bytes
+        self._shape_array = np.array(self._shape, np.int64)  # quicker to hand over than four numbers
         self._layout_of_size = lru_cache(maxsize=16)(self._layout)
         self._recycler = Recycler()
 
@@ -56,48 +56,14 @@ class BatchMaker:
     def draw(self, size: int, key: Array, number: int, tree: SumTree, tray: Block | None) -> Packed:
         """Draw `number`, its weights still P over the smallest P."""
         batch, address = self.empty(size, tray)
-        leaves, running, levels = tree.parts
-        ring = self._ring
-        kernels.draw(
-            key,
-            number,
-            size,
-            leaves,
-            running,
-            levels,
-            ring.packed,
-            self._reward,
-            self._terminated,
-            ring.places,
-            self._powers,
-            self._fields,
-            address,
-            batch.layout.offsets,
-            self._shape,
-        )
+        offsets = batch.layout.offsets
+        kernels.draw(key, number, size, *tree.parts, *self._stored, address, offsets, self._shape_array)
         return batch
 
     def gather(self, batch: Packed, address: int) -> None:
         """Fills in everything of the rows at batch["index"] but their weights."""
-        ring = self._ring
-        kernels.gather(
-            ring.packed,
-            self._reward,
-            self._terminated,
-            ring.places,
-            self._powers,
-            self._fields,
-            address,
-            batch.layout.offsets,
-            ring.segment_steps,
-            ring.slot_rows,
-            self._spec.stack,
-            self._frame_bytes,
-            batch["index"],
-            batch["generation"],
-            batch["return"],
-            batch["discount"],
-        )
+        computed = (batch[name] for name in ("index", "generation", "return", "discount"))
+        kernels.gather(*self._stored, address, batch.layout.offsets, *self._shape, *computed)
 
     def _layout(self, size: int) -> Layout:
         observation = self._spec.observation

@@ -93,40 +93,19 @@ def _loader(dtype: Any, width: Any) -> Any:
     return load
 
 
-@intrinsic
-def _store_double(_context: Any, address: Any, value: Any) -> Any:
-    """Writes a float64 at an address that is a multiple of eight."""
+def _storer(dtype: Any, width: Any, align: int) -> Any:
+    """Writes one number at an address that is a multiple of `align`; eight bytes so are written at once."""
 
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        at, number = arguments
-        builder.store(number, builder.inttoptr(at, ir.DoubleType().as_pointer()), align=8)
-        return context.get_dummy_value()
+    @intrinsic
+    def store(_context: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            at, number = arguments
+            builder.store(number, builder.inttoptr(at, width.as_pointer()), align=align)
+            return context.get_dummy_value()
 
-    return types.void(types.uintp, types.float64), generate
+        return types.void(types.uintp, dtype), generate
 
-
-@intrinsic
-def _store_word(_context: Any, address: Any, value: Any) -> Any:
-    """Writes eight bytes at an address that is a multiple of eight: all of them at once."""
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        at, word = arguments
-        builder.store(word, builder.inttoptr(at, ir.IntType(64).as_pointer()), align=8)
-        return context.get_dummy_value()
-
-    return types.void(types.uintp, types.uint64), generate
-
-
-@intrinsic
-def _store_float(_context: Any, address: Any, value: Any) -> Any:
-    """Writes a float32 at an address that is a multiple of four."""
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        at, number = arguments
-        builder.store(number, builder.inttoptr(at, ir.FloatType().as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.uintp, types.float32), generate
+    return store
 
 
 @intrinsic
@@ -243,9 +222,9 @@ zero_bytes: Any = _zero_bytes
 load_int: Any = _loader(types.int64, ir.IntType(64))
 load_float: Any = _loader(types.float32, ir.FloatType())
 load_byte: Any = _loader(types.uint8, ir.IntType(8))
-store_word: Any = _store_word
-store_float: Any = _store_float
-store_double: Any = _store_double
+store_word: Any = _storer(types.uint64, ir.IntType(64), align=8)
+store_float: Any = _storer(types.float32, ir.FloatType(), align=4)
+store_double: Any = _storer(types.float64, ir.DoubleType(), align=8)
 fence: Any = _fence
 prefetch: Any = _prefetch
 prefetch_once: Any = _prefetch_once
