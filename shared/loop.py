@@ -64,8 +64,10 @@ class Source:
 
     def due(self) -> bool:
         """Asks whether there is something to do now."""
-        self.doubtful = not self.told
-        return self.socket is None or bool(int(self.socket.get(_EVENTS)) & self.wanted)
+        ready = self.socket is None or bool(int(self.socket.get(_EVENTS)) & self.wanted)
+        # The descriptor has given its news away: should the handler not come to run, nobody else knows of it.
+        self.doubtful = ready or not self.told
+        return ready
 
 
 class Loop:

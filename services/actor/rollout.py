@@ -185,7 +185,10 @@ class Rollout:
         cuts: list[tuple[str, Cut]] = []
         for agent, writer in self.writers.items():
             own_end = ended | ~self._alive[agent]
-            cuts.extend((agent, cut) for cut in writer.cut(own_end, self._observations[agent]))
+            for cut in writer.cut(own_end, self._observations[agent]):
+                if not np.isfinite(cut.arrays["observation"]).all():  # no learner could train on it, ever
+                    raise WorldError(f"the world gave {agent} an observation that is not finite")
+                cuts.append((agent, cut))
         return cuts
 
     # --- epochs -----------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ class AgentBuffer:
 
     def update_priorities(self, index: Array, generation: Array, priority: Array) -> int:
         """New |td| of drawn rows; how many were ignored: overwritten since, out of range or not a number."""
-        _check_update(index, generation, priority)
+        check_update(index, generation, priority)
         if priority.dtype != np.float32:
             with np.errstate(over="ignore"):
                 priority = priority.astype(np.float32)
@@ -290,15 +290,13 @@ class AgentBuffer:
         """An actor's own count."""
         self._streams.report(incarnation, produced, final, now)
 
-    def check_token(self, number: int, *, keep: bool = True) -> None:
-        """Refuses tokens lower than the highest seen; `keep` remembers this one."""
+    def check_token(self, number: int) -> None:
+        """Refuses tokens lower than the highest that was granted."""
         highest = self._state["token"]
         if number < highest:
             raise StaleToken(
-                f"token {number} for {self.agent!r}, where {highest} has been seen; ask for a new lease"
+                f"token {number} for {self.agent!r}, where {highest} has been granted; ask for a new lease"
             )
-        if keep and number > highest:
-            self.note_token(number)
 
     def note_token(self, number: int) -> None:
         """A lease was granted: tokens below it are refused from now on."""
@@ -369,7 +367,8 @@ def _draw_key(seed: int, agent: str) -> npt.NDArray[np.uint64]:
     return np.frombuffer(digest, "<u8").astype(np.uint64)
 
 
-def _check_update(index: Array, generation: Array, priority: Array) -> None:
+def check_update(index: Array, generation: Array, priority: Array) -> None:
+    """Refuses arrays that cannot be an update of priorities, before anything is done with them."""
     for array, dtypes in (
         (index, (np.int64,)),
         (generation, (np.uint64,)),

@@ -5,6 +5,7 @@ It knows no sockets: the service tells it what has come, and sends what it answe
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.replay.buffer import AgentBuffer
+from services.replay.buffer import AgentBuffer, check_update
 from services.replay.opening import tolerance_samples
 from services.replay.rounds import RoundBuffer
 from shared.codec import Received
@@ -27,6 +28,7 @@ from shared.messages import (
     PhaseRequest,
     PriorityUpdate,
     SampleRequest,
+    Token,
 )
 
 REMEMBERED_DRAWS = 256
@@ -38,7 +40,7 @@ _NO_ROWS: dict[str, Array] = {
     "priority": np.empty(0, np.float32),
 }
 
-DrawKey = tuple[int, int]  # a token's number and a draw: one batch, however often it is asked for
+DrawKey = tuple[bytes, int, int]  # a learner, its token's number and a draw: one batch, however often asked
 
 
 @dataclass(slots=True)
@@ -47,8 +49,8 @@ class HeldSample:
 
     peer: bytes
     message: SampleRequest
-    key: DrawKey
     until: float
+    key: DrawKey
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class AgentDesk:
     held: dict[DrawKey, HeldSample] = field(default_factory=dict)  # in the order of their coming
     served: OrderedDict[DrawKey, None] = field(default_factory=OrderedDict)  # the newest of them
     withheld: set[str] = field(default_factory=set)  # incarnations whose acknowledgements wait
+    granted: float = math.inf  # the number of the newest lease, as far as is known: any may be it at first
     learner_heard: float = -1e9
     absent: bool = True  # no learner: what inserts run ahead is forgiven when one comes
     blocked: str = ""
@@ -85,29 +88,46 @@ class AgentDesk:
             self.absent = False
             self.buffer.forgive()
 
+    def proven(self, token: Token) -> bool:
+        """Whether it is the newest lease's, or may be: a lease's first request can be faster than the notice
+        of it, and waits for that."""
+        return token.number <= self.granted
+
+    def note_lease(self, number: int, holder: bytes) -> list[HeldSample | HeldPhase]:
+        """This is the newest lease; whoever claimed it and does not hold it waits no longer."""
+        self.granted = number
+        self.buffer.note_token(number)
+        samples = [held for held in self.held.values() if _claims(held, number) and held.peer != holder]
+        phases = [held for held in self.phases if _claims(held, number) and held.peer != holder]
+        self._forget(samples, phases)
+        return [*samples, *phases]
+
     def hold_sample(self, peer: bytes, received: Received, message: SampleRequest) -> None:
         """A request for a batch waits from now on; the priorities that ride on it are taken at once."""
-        key = message.token.number, message.draw
+        key = peer, message.token.number, message.draw
         if key in self.held:
             return  # the learner repeats itself
         if received.arrays and key not in self.served:
-            update = update_in(received, welcome=self.rounds is None)
+            update = update_in(received, welcome=self.rounds is None and self.proven(message.token))
             self.buffer.update_priorities(*update)
-        self.held[key] = HeldSample(peer, message, key, self.learner_heard + HOLD_SHARE * message.deadline_s)
+        self.held[key] = HeldSample(peer, message, time.monotonic() + HOLD_SHARE * message.deadline_s, key)
 
     def hold_phase(self, peer: bytes, message: PhaseRequest) -> None:
         """A learner waits from now on for a round to be stored; a repeated request waits once."""
         self.phases = [held for held in self.phases if held.message.request != message.request]
-        self.phases.append(HeldPhase(peer, message, self.learner_heard + HOLD_SHARE * message.deadline_s))
+        self.phases.append(HeldPhase(peer, message, time.monotonic() + HOLD_SHARE * message.deadline_s))
 
     def take_overdue(self, now: float) -> tuple[list[HeldSample], list[HeldPhase]]:
         """Those whose deadline has passed; they wait no longer."""
         samples = [held for held in self.held.values() if held.until <= now]
+        phases = [held for held in self.phases if held.until <= now]
+        self._forget(samples, phases)
+        return samples, phases
+
+    def _forget(self, samples: list[HeldSample], phases: list[HeldPhase]) -> None:
         for sample in samples:
             del self.held[sample.key]
-        phases = [held for held in self.phases if held.until <= now]
-        self.phases = [held for held in self.phases if held.until > now]
-        return samples, phases
+        self.phases = [held for held in self.phases if held not in phases]
 
     def reason(self, batch_size: int = 1) -> str:
         """Who waits for what, in words; empty when nobody has to wait."""
@@ -118,7 +138,8 @@ class AgentDesk:
     def next_sample(self) -> HeldSample | None:
         """The request that waits longest, if it may be served now."""
         for sample in self.held.values():
-            return sample if self._may_serve(sample) else None
+            if self.proven(sample.message.token):
+                return sample if self._may_serve(sample) else None
         return None
 
     def _may_serve(self, sample: HeldSample) -> bool:
@@ -216,9 +237,15 @@ class AgentDesk:
         return figures
 
 
+def _claims(held: HeldSample | HeldPhase, number: int) -> bool:
+    return held.message.token.number == number
+
+
 def update_in(received: Received, welcome: bool = True) -> list[Array]:
     """Index, generation and priority of an update, or of one that rides on a request for a batch."""
     arrays = received.arrays
     if not welcome or (arrays and set(arrays) != {"index", "generation", "priority"}):
         raise BadMessage(f"a {received.message.kind} with arrays {sorted(arrays)}")  # type: ignore[attr-defined]
-    return [arrays.get(name, _NO_ROWS[name]) for name in ("index", "generation", "priority")]
+    update = [arrays.get(name, _NO_ROWS[name]) for name in ("index", "generation", "priority")]
+    check_update(*update)
+    return update

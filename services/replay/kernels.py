@@ -245,7 +245,8 @@ def draw(
 
     The same as `stratified_targets`, `tree_draw` and `gather`, one after another, in one call: each call and
     each array that is passed costs a fifth of a microsecond. `shape` is what `gather` takes as numbers; the
-    computed arrays are the last five of the block: return, discount, weight, index, generation.
+    computed arrays are the last five of the block: return, discount, weight, index, generation. The block may
+    be memory that a learner lends and could write to: nothing that is read from it becomes an address.
     """
     segment_steps, slot_rows, stack, frame_bytes = shape[0], shape[1], shape[2], shape[3]
     computed = 2 + len(fields)
@@ -254,9 +255,9 @@ def draw(
     weight = carray(at_address(block + offsets[computed + 2]), size, np.float32)
     index = carray(at_address(block + offsets[computed + 3]), size, np.int64)
     generation = carray(at_address(block + offsets[computed + 4]), size, np.uint64)
-    targets = np.empty(size)
+    targets, found = np.empty(size), np.empty(size, np.int64)
     stratified_targets(key, number, running[len(running) - 1], targets)
-    smallest = np.float32(tree_draw(leaves, running, levels, targets, index, weight))
+    smallest = np.float32(tree_draw(leaves, running, levels, targets, found, weight))
     gather(
         packed,
         reward,
@@ -270,12 +271,13 @@ def draw(
         slot_rows,
         stack,
         frame_bytes,
-        index,
+        found,
         generation,
         returns,
         discounts,
     )
     for i in range(size):
+        index[i] = found[i]
         weight[i] /= smallest
 
 

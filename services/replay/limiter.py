@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from shared.config.sections import MAX_SAMPLES_PER_INSERT
 from shared.errors import Refused
 
 
@@ -131,8 +132,11 @@ def check_limiter_values(values: Mapping[str, float], capacity_steps: int) -> No
     if not values:
         raise Refused("unknown_value", f"nothing to set; replay has {' and '.join(known)}")
     ratio = values.get("samples_per_insert", 1.0)
-    if not (math.isfinite(ratio) and ratio > 0.0):
-        raise Refused("bad_value", f"samples_per_insert {ratio:g}: it must be a number above 0")
+    if not 0.0 < ratio <= MAX_SAMPLES_PER_INSERT:
+        raise Refused(
+            "bad_value",
+            f"samples_per_insert {ratio:g}: it must be a number above 0, at most {MAX_SAMPLES_PER_INSERT:g}",
+        )
     steps = values.get("min_steps", 1.0)
     if not (math.isfinite(steps) and steps == int(steps) and 1 <= steps <= capacity_steps):
         raise Refused(

@@ -190,13 +190,13 @@ class Ring:
             self.places[name][valid] = self.metadata[name][valid]
         newest = valid[self.commit[valid].argmax()] if valid.size else -1
         self.next_slot = (int(newest) + 1) % self.slots
-        self._start_generations()
+        self._start_generations(valid)
 
-    def _start_generations(self) -> None:
+    def _start_generations(self, valid: Ints) -> None:
         # A learner may hold generations of slots that a power cut took back, so the metadata alone cannot say
         # which were given out. Each opening gets a number of its own, on the disk before the first insert;
         # it is the upper half of the generations that follow.
-        highest = int(self.metadata["generation"].max()) >> 32
+        highest = int(self.metadata["generation"][valid].max(initial=0)) >> 32
         self.state["openings"] = max(self.state["openings"], highest) + 1
         sync_file(self.directory / "state")
         self.generation = self.state["openings"] << 32

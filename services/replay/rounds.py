@@ -58,6 +58,7 @@ class RoundBuffer:
         self.answered = 0  # all draws below it were trained on: their updates have arrived
         self._parts: dict[tuple[int, int], Part] = {}  # by round and actor
         self._held: dict[str, int] = {}  # by incarnation, in segments
+        self._reached: dict[str, tuple[int, int]] = {}  # by incarnation: its newest round, and whose it plays
         self._updates: dict[int, Update] = {}  # arrived, not yet applied
         self._served: dict[int, Packed] = {}  # the last K batches, for who asks again
         self._at_rest: Path | None = None  # the file that is true until the next round enters
@@ -84,9 +85,16 @@ class RoundBuffer:
                 f"round {segment.round} of actor {segment.actor_index} was begun by another process; a round "
                 "in two pieces would not be the one that was agreed"
             )
+        reached, actor = self._reached.get(segment.incarnation, place)
+        if segment.round < reached or segment.actor_index != actor:
+            raise BadMessage(  # it would enter in another order than it came
+                f"round {segment.round} of actor {segment.actor_index} in a stream that has reached round "
+                f"{reached} of actor {actor}"
+            )
         part.segments.append((segment, self.buffer.check(segment, arrays)))
         part.closed = segment.closes_round
         self._parts[place] = part
+        self._reached[segment.incarnation] = place
         self._held[segment.incarnation] = self.held(segment.incarnation) + 1
         return "held"
 

@@ -169,13 +169,14 @@ class ReplayService(Service):
     def tick(self) -> None:
         """What depends on time: deadlines of held requests, learners that fell silent."""
         now = time.monotonic()
+        due = now + TICK_S  # who would be overdue at the next tick is told now: late answers help nobody
         for agent, desk in self.desks.items():
-            self._refuse_overdue(desk, now)
+            self._refuse_overdue(desk, due)
             if desk.withheld and not self._holds_back(agent, desk, now):
                 self.acknowledgements.release(agent)
             desk.note_blocked(now)
         self.acknowledgements.forget_gaps(now)
-        self.snapshots.expire_orders(now)
+        self.snapshots.expire_orders(due)
 
     def _refuse_overdue(self, desk: AgentDesk, now: float) -> None:
         """Answers whose deadline has passed with what they waited for."""
@@ -232,7 +233,7 @@ class ReplayService(Service):
     # --- rounds -----------------------------------------------------------------------------------------
 
     def on_phase_request(self, message: PhaseRequest, incoming: Incoming) -> None:
-        desk = self._desk_of(message.token, incoming.peer)
+        desk = self._desk_of(message.token, incoming.peer, may_wait=True)
         if desk.rounds is None:
             raise Refused("not_in_rounds", "this run is not in rounds (parallel.async_learning is true)")
         desk.hold_phase(incoming.peer, message)
@@ -244,7 +245,7 @@ class ReplayService(Service):
         waiting, desk.phases = desk.phases, []
         for held in waiting:
             try:
-                draws = rounds.due_after(held.message.round)
+                draws = rounds.due_after(held.message.round) if desk.proven(held.message.token) else None
             except Refused as error:
                 self.requests.refuse(held.peer, held.message, error)
                 continue
@@ -257,7 +258,8 @@ class ReplayService(Service):
     # --- batches ----------------------------------------------------------------------------------------
 
     def on_sample_request(self, message: SampleRequest, incoming: Incoming) -> None:
-        self._desk_of(message.token, incoming.peer).hold_sample(incoming.peer, incoming.received, message)
+        desk = self._desk_of(message.token, incoming.peer, may_wait=True)
+        desk.hold_sample(incoming.peer, incoming.received, message)
 
     def _serve(self, agent: str, desk: AgentDesk) -> bool:
         """Serves what the limiter allows; True when it stopped for fairness alone."""
@@ -284,20 +286,24 @@ class ReplayService(Service):
     def on_priority_update(self, message: PriorityUpdate, incoming: Incoming) -> None:
         self._desk_of(message.token, incoming.peer).take_update(incoming.received, message)
 
-    def _desk_of(self, token: Token, peer: bytes) -> AgentDesk:
-        """The agent's desk, for the learner that holds its newest lease and nobody else."""
+    def _desk_of(self, token: Token, peer: bytes, *, may_wait: bool = False) -> AgentDesk:
+        """The agent's desk, for the learner that holds its newest lease and nobody else.
+
+        `may_wait`: the request is held anyway, so it may be faster than the notice that proves its token.
+        """
         desk = self.desks.get(token.agent)
         if desk is None:
             raise Refused(
                 "wrong_replay", f"agent {token.agent!r} is not kept here; kept are {', '.join(self.desks)}"
             )
-        lease = self.leases.learners.get(token.agent) if self.leases else None
-        if lease is not None and token.number == lease.number and peer != lease.incarnation.encode():
-            raise Refused("wrong_agent", f"the lease of {token.agent!r} is held by another learner than you")
-        if lease is not None and token.number > lease.number + GRANTS_AHEAD:
+        if desk.proven(token):
+            lease = self.leases.learners.get(token.agent) if self.leases else None
+            if lease is not None and token.number == lease.number and peer != lease.incarnation.encode():
+                raise _not_the_holder(token.agent)
+            desk.buffer.check_token(token.number)
+            desk.hear_learner()
+        elif not may_wait or token.number > desk.granted + GRANTS_AHEAD:
             raise Refused("unknown_token", f"token {token.number} of {token.agent!r} was never granted")
-        desk.buffer.check_token(token.number, keep=lease is not None)
-        desk.hear_learner()
         return desk
 
     def on_run_notice(self, notice: RunNotice) -> None:
@@ -310,8 +316,9 @@ class ReplayService(Service):
                 desk.absent = True
                 desk.trays.clear()
             lease = notice.learners.get(agent)
-            if lease is not None and lease.number:
-                desk.buffer.note_token(lease.number)
+            number, holder = (lease.number, lease.incarnation) if lease is not None else (0, "")
+            for held in desk.note_lease(number, holder.encode()):
+                self.requests.refuse(held.peer, held.message, _not_the_holder(agent))
 
     # --- figures ----------------------------------------------------------------------------------------
 
@@ -401,3 +408,7 @@ class ReplayService(Service):
         super().close()
         if self.lock is not None:
             os.close(self.lock)
+
+
+def _not_the_holder(agent: str) -> Refused:
+    return Refused("wrong_agent", f"the lease of {agent!r} is held by another learner than you")

@@ -24,6 +24,7 @@ from shared.messages import SnapshotOrder, SnapshotTaken
 log = get_logger()
 
 HOLD_SHARE = 0.9  # of its deadline an order is held
+NUMBERS_AHEAD = 1_000  # of the newest here: another replay service may have had more snapshots
 
 
 @dataclass(slots=True)
@@ -97,6 +98,9 @@ class SnapshotDesk:
     def _taken(self, number: int) -> dict[str, Manifest] | None:
         """What is on the disk under this number; None: nothing yet. Refuses one that can no longer be."""
         newest = self.newest()
+        if number > newest + NUMBERS_AHEAD:
+            reason = f"snapshot {number}, where the newest is {newest}: every later one would be below it"
+            raise Refused("snapshot_number", reason)
         if number > newest:
             return None
         try:

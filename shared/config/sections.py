@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Mode = Literal["async", "lockstep", "sequential"]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+MAX_SAMPLES_PER_INSERT = 1e6  # far above all use, far below where sums of steps times it lose a sample
 
 
 class Section(BaseModel):
@@ -146,7 +147,7 @@ class ReplayConfig(Section):
     """Steps kept for each agent."""
     min_steps: Annotated[int, Field(ge=1)] = 2_000
     """No batch is drawn from fewer."""
-    samples_per_insert: Positive = 8.0
+    samples_per_insert: Annotated[float, Field(gt=0.0, le=MAX_SAMPLES_PER_INSERT)] = 8.0
     """How often a step is drawn, on average, before learners or actors have to wait."""
     tolerance: Annotated[float, Field(ge=0.0)] = 8.0
     """How far inserts and samples may run apart, in batches of the learner beyond one segment round."""

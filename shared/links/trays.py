@@ -72,10 +72,13 @@ class TrayLender:
 
     def take_back(self, lent: LentTray, arrays: str) -> Packed:
         """The batch that replay has put on it, described as the `arrays` of a header."""
-        layout = parse_layout(arrays)
-        if layout.nbytes > lent.block.nbytes:
+        try:
+            layout = parse_layout(arrays)
+            if layout.nbytes > lent.block.nbytes:
+                raise BadMessage(f"a batch of {layout.nbytes} bytes on a tray of {lent.block.nbytes}")
+        except BadMessage:
             self.leave(lent)
-            raise BadMessage(f"a batch of {layout.nbytes} bytes on a tray of {lent.block.nbytes}")
+            raise
         self._lent -= 1
         self.batches += 1
         packed = Packed(layout, lent.block[: layout.nbytes])

@@ -13,6 +13,7 @@ from services.actor.rollout import Rollout
 from services.actor.rounds import RoundPlayer
 from services.actor.segments import Cut
 from shared.config import Config, NetworkConfig, build_config
+from shared.errors import WorldError
 from shared.networks import QNetwork
 from shared.specs import AgentSpec, Discrete, vector_observation
 from worlds.base import AgentActions, Array, Outcome, World, agent_ids
@@ -185,6 +186,24 @@ def check_counts(world: ScriptedWorld, rollout: Rollout, turns: int) -> None:
             for turn in range(min(length, world.life(place, epoch)))
         )
         assert played.return_sums[agent] == pytest.approx(expected)
+
+
+class BlindWorld(ScriptedWorld):
+    """From the third look on, agent_1 sees something that is no number."""
+
+    def observe(self) -> dict[str, Array]:
+        seen = super().observe()
+        seen["agent_1"][self.looks == 3, 1] = np.inf
+        return seen
+
+
+def test_world_that_shows_what_is_no_number_is_told_so() -> None:
+    """Stored, such a row would be drawn and skipped again and again; what a dead agent sees means nothing."""
+    world = BlindWorld(2, 6, [[6], [6]])
+    with pytest.raises(WorldError, match="agent_1 an observation that is not finite"):
+        play(make_rollout(world, make_config()), 6)
+    dead_by_then = BlindWorld(2, 6, [[6], [1]])
+    assert play(make_rollout(dead_by_then, make_config()), 6)
 
 
 def test_agents_that_terminate_at_different_times_end_the_epoch_together() -> None:

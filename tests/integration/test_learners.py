@@ -120,6 +120,8 @@ def test_requests_with_an_old_or_foreign_token_are_refused(make_run: MakeRun) ->
         assert refusal(neighbour, replay, sample(new)) == "wrong_agent"
         forged = Token(agent="agent_0", number=2**62)
         assert refusal(neighbour, replay, sample(forged)) == "unknown_token"
+        the_next = Token(agent="agent_0", number=3)  # may be granted any moment: waits, and is not believed
+        assert refusal(neighbour, replay, sample(the_next)) == "deadline"
         assert refusal(second, replay, sample(new)) == "deadline"  # the real one waits for steps, as before
         for request, arrays in writes(new):
             with pytest.raises(Refused, match="another learner"):

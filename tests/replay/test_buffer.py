@@ -1,5 +1,7 @@
 """The buffer: batches against brute force, priorities, tokens, and what it refuses."""
 
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,51 @@ def test_draw_in_one_call_is_bit_for_bit_that_in_steps(filled: AgentBuffer) -> N
         values /= np.float32(smallest)
         rows["weight"][:] = np.power(values, -0.7)
         assert batch.block.tobytes() == rows.block.tobytes()
+
+
+SCRIBBLE = """
+import sys, threading, time
+from pathlib import Path
+import numpy as np
+sys.path[:0] = sys.argv[2:]
+from replay_episodes import Episode, Sender, fill, make_buffer, make_spec
+
+buffer = make_buffer(Path(sys.argv[1]), make_spec())
+fill(buffer, Sender(buffer.spec), [Episode(buffer.spec, 1000 * n, 10, "terminated") for n in range(5)])
+layout = buffer.draw(0, 8192, 0.5).layout
+tray = np.zeros(layout.nbytes, np.uint8)
+place = layout.places["index"].offset
+words = tray[place : place + 8192 * 8].view(np.int64)
+until = time.monotonic() + 1.0
+
+
+def scribble():
+    while time.monotonic() < until:
+        for _ in range(100):
+            words[:] = 1 << 50
+
+
+threading.Thread(target=scribble).start()
+number = 0
+while time.monotonic() < until:
+    batch = buffer.draw(number, 8192, 0.5, tray=tray)
+    assert batch.block is tray
+    number += 1
+print(number)
+"""
+
+
+def test_draw_onto_memory_that_its_owner_writes_to_reads_only_rows_of_the_buffer(tmp_path: Path) -> None:
+    """A learner that spoils the tray it lent spoils its own batch, not the service."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIBBLE, str(tmp_path), str(Path(__file__).parent), str(Path.cwd())],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 10
 
 
 def test_weights_any_beta_follow_the_formula(filled: AgentBuffer) -> None:
@@ -453,11 +500,12 @@ def test_insert_duplicates_and_gaps_are_dropped_and_counted(tmp_path: Path) -> N
     }
 
 
-def test_token_lower_than_seen_is_stale_also_after_reopening(tmp_path: Path) -> None:
-    """The highest token number is kept in the files; equal ones pass, lower ones are refused."""
+def test_token_lower_than_granted_is_stale_also_after_reopening(tmp_path: Path) -> None:
+    """The highest number that was granted is kept in the files; lower ones are refused, others pass."""
     buffer = make_buffer(tmp_path, SPEC)
+    buffer.note_token(3)
     buffer.check_token(3)
-    buffer.check_token(3)
+    buffer.check_token(9)
     again = make_buffer(tmp_path, SPEC)
     with pytest.raises(StaleToken, match="token 2"):
         again.check_token(2)

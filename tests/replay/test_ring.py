@@ -100,6 +100,17 @@ def test_generation_after_lost_metadata_still_rises(tmp_path: Path) -> None:
     assert again.generation > held
 
 
+def test_generation_of_nonsense_in_an_empty_slot_is_not_believed(tmp_path: Path) -> None:
+    """No checksum covers what lies in a slot that is not valid; one damaged word must not stop inserts."""
+    ring, sender = open_ring(tmp_path), Sender(SPEC)
+    put(ring, sender)
+    ring.metadata["generation"][2] = 2**64 - 1
+    again = open_ring(tmp_path)
+    assert again.generation >> 32 == 2
+    put(again, sender)
+    assert sequences(again) == [1, 2]
+
+
 @pytest.mark.parametrize("damage", ["row", "checksum", "generation", "owned", "rows", "before"])
 def test_recover_damaged_slot_is_dropped_and_counted(tmp_path: Path, damage: str) -> None:
     """A slot that does not fit its checksum or its own numbers is invalid after opening; the rest stays."""

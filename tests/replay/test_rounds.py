@@ -177,6 +177,23 @@ def test_offer_of_what_cannot_be_is_refused_without_harm(
     assert rounds.buffer.inserted_steps == 32
 
 
+def test_stream_that_mixes_actors_or_goes_back_in_rounds_is_refused(tmp_path: Path) -> None:
+    """It would enter in another order than it was numbered, and what is behind would count as a duplicate."""
+    rounds, players = make_rounds(tmp_path), [Player(0), Player(1)]
+    play_in_order(rounds, players, range(1))
+    ahead, behind = players[0].round(2), players[0].round(1)
+    offer_all(rounds, ahead)
+    with pytest.raises(
+        BadMessage, match="round 1 of actor 0 in a stream that has reached round 2 of actor 0"
+    ):
+        rounds.offer(*behind[0])
+    with pytest.raises(
+        BadMessage, match="round 1 of actor 1 in a stream that has reached round 2 of actor 0"
+    ):
+        rounds.offer(*changed(behind[0], actor_index=1))
+    assert rounds.held(players[0].sender.incarnation) == len(ahead)
+
+
 def test_offer_of_a_closed_round_is_refused(tmp_path: Path) -> None:
     """Nothing is added to a round that its actor has ended."""
     rounds, player = make_rounds(tmp_path), Player(0)

@@ -56,6 +56,15 @@ def finish(desk: SnapshotDesk) -> None:
     assert desk._snapshot is None
 
 
+def test_order_with_a_number_far_above_all_others_is_refused(desk: SnapshotDesk) -> None:
+    """Numbers only rise: taken under the highest there can be, it would be the last snapshot ever."""
+    with pytest.raises(Refused, match="the newest is 0"):
+        order(desk, 2**31 - 1)
+    order(desk, 3)  # another replay service may have had two more
+    finish(desk)
+    assert desk.newest() == 3
+
+
 def test_order_is_answered_once_to_everybody_who_waits(desk: SnapshotDesk) -> None:
     """A repeat waits with the first, somebody else gets an answer of his own."""
     order(desk, 4)

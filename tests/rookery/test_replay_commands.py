@@ -207,6 +207,7 @@ def test_restore_without_snapshots_says_so(tmp_path: Path, capsys: pytest.Captur
         ({"samples_per_insert": 0.0}, "above 0"),
         ({"samples_per_insert": float("nan")}, "above 0"),
         ({"samples_per_insert": float("inf")}, "above 0"),
+        ({"samples_per_insert": 1e306}, "at most 1e\\+06"),
         ({"min_steps": 0.0}, "from 1 to"),
         ({"min_steps": 2.5}, "whole number"),
         ({"min_steps": 65.0}, "64"),

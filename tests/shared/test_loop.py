@@ -289,6 +289,37 @@ def test_thousands_of_messages_between_told_sources_are_all_handled_without_a_ti
     assert len(answered) >= 5_000
 
 
+def test_message_of_a_told_source_is_handled_after_a_handler_before_it_has_failed(
+    loop: Loop, sockets: Sockets
+) -> None:
+    """The loop had asked its socket and so taken the news; whoever turns on after the error must hear it."""
+    failing, feeding = pair(sockets)
+    ours, theirs = pair(sockets)
+    got: list[bytes] = []
+    source: list[Source] = []
+
+    def fail() -> None:
+        failing.recv()
+        raise ArithmeticError
+
+    loop.on_readable(failing, fail)
+    source.append(loop.on_readable(ours, taking_all(ours, got.append, source), told=True))
+    for number in range(10):
+        source[0].used()
+        feeding.send(b"go")
+        theirs.send(b"question")
+        assert has_come(ours)
+        assert has_come(failing)
+        with pytest.raises(ArithmeticError):
+            loop.turn(block=True)
+        loop.after(60.0, lambda: None)
+        started = time.monotonic()
+        while len(got) <= number and time.monotonic() - started < 20.0:
+            loop.turn(block=True)
+        assert len(got) == number + 1
+        assert time.monotonic() - started < 20.0
+
+
 def test_handler_that_takes_one_of_many_is_called_until_none_is_left(loop: Loop, sockets: Sockets) -> None:
     """A handler may stop at a bound; what it left is found without anything new arriving."""
     ours, theirs = pair(sockets)

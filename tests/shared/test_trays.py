@@ -140,6 +140,18 @@ def test_batch_said_to_be_larger_than_its_tray_is_refused() -> None:
         lender.take_back(lent, "index int64[100]")
 
 
+@pytest.mark.parametrize("arrays", ["index int64[100]", "nonsense"], ids=["too large", "no arrays at all"])
+def test_tray_with_a_batch_that_is_refused_makes_room_for_another(arrays: str) -> None:
+    """Neither its place nor its descriptor is lost."""
+    lender = make_lender(most=1, size=100)
+    lent = lend(lender)
+    with pytest.raises(BadMessage):
+        lender.take_back(lent, arrays)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(lent.descriptor)
+    assert lend(lender) is not lent
+
+
 def test_tray_of_nobody_is_no_tray() -> None:
     """A process that is gone, or of another container."""
     with pytest.raises(NoTray, match="cannot be reached"):
