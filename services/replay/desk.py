@@ -114,7 +114,8 @@ class AgentDesk:
 
     def hold_phase(self, peer: bytes, message: PhaseRequest) -> None:
         """A learner waits from now on for a round to be stored; a repeated request waits once."""
-        self.phases = [held for held in self.phases if held.message.request != message.request]
+        before = peer, message.request
+        self.phases = [held for held in self.phases if (held.peer, held.message.request) != before]
         self.phases.append(HeldPhase(peer, message, time.monotonic() + HOLD_SHARE * message.deadline_s))
 
     def take_overdue(self, now: float) -> tuple[list[HeldSample], list[HeldPhase]]:

@@ -220,12 +220,12 @@ class ReplayService(Service):
         return now - desk.learner_heard < self.config.param_server.lease_s
 
     def on_stream_report(self, message: StreamReport, incoming: Incoming) -> None:
+        if incoming.peer != message.incarnation.encode():
+            raise Refused("wrong_stream", "an actor reports of its own streams alone")
+        for agent in message.produced_steps:
+            self._kept(agent)  # all or nothing
         now = time.monotonic()
         for agent, produced in message.produced_steps.items():
-            if agent not in self.desks:
-                raise Refused(
-                    "wrong_replay", f"agent {agent!r} is not kept here; kept are {', '.join(self.desks)}"
-                )
             self.desks[agent].buffer.report(message.incarnation, produced, message.final, now)
         marks = self.acknowledgements.marks(message.incarnation, set(message.produced_steps), message.request)
         self.requests.reply(incoming.peer, marks)
@@ -291,11 +291,7 @@ class ReplayService(Service):
 
         `may_wait`: the request is held anyway, so it may be faster than the notice that proves its token.
         """
-        desk = self.desks.get(token.agent)
-        if desk is None:
-            raise Refused(
-                "wrong_replay", f"agent {token.agent!r} is not kept here; kept are {', '.join(self.desks)}"
-            )
+        desk = self._kept(token.agent)
         if desk.proven(token):
             lease = self.leases.learners.get(token.agent) if self.leases else None
             if lease is not None and token.number == lease.number and peer != lease.incarnation.encode():
@@ -304,6 +300,13 @@ class ReplayService(Service):
             desk.hear_learner()
         elif not may_wait or token.number > desk.granted + GRANTS_AHEAD:
             raise Refused("unknown_token", f"token {token.number} of {token.agent!r} was never granted")
+        return desk
+
+    def _kept(self, agent: str) -> AgentDesk:
+        desk = self.desks.get(agent)
+        if desk is None:
+            kept = ", ".join(self.desks)
+            raise Refused("wrong_replay", f"agent {agent!r} is not kept here; kept are {kept}")
         return desk
 
     def on_run_notice(self, notice: RunNotice) -> None:

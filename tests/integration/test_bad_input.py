@@ -15,8 +15,17 @@ from local_run import LocalRun, Peer, assert_journal_equals_ring, end
 from waiting import wait_for
 
 from shared.codec import encode, segment_checksum
+from shared.errors import Refused
 from shared.layout import pack
-from shared.messages import Hello, ReplayStatsRequest, RunStatus, Segment, SpecRequest, StatusRequest
+from shared.messages import (
+    Hello,
+    ReplayStatsRequest,
+    RunStatus,
+    Segment,
+    SpecRequest,
+    StatusRequest,
+    StreamReport,
+)
 from shared.segment_frame import HEADER_BYTES, frame_of
 from shared.specs import AgentSpec
 
@@ -157,6 +166,10 @@ def test_services_fed_with_garbage_count_it_and_go_on(make_run: MakeRun) -> None
         strangers = 2 * len(NOT_OUR_PROTOCOL)  # each of the two services has two ports
         wait_for(lambda: witness.replay()["bad_handshakes"] == strangers, "replay counts strangers")
         wait_for(lambda: witness.params()["bad_handshakes"] == strangers, "so does the parameter server")
+
+        forged = StreamReport(incarnation="0" * 32, produced_steps={"agent_0": 1_000}, final=True)
+        with pytest.raises(Refused, match="its own streams alone"):
+            peer.ask(forged, replay.requests)
 
         assert_oversize_ends_connection(zmq.PUSH, replay.segments, witness.replay)
         assert_oversize_ends_connection(zmq.DEALER, replay.requests, witness.replay)

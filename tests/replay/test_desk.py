@@ -130,8 +130,9 @@ def test_learner_in_rounds_that_claims_a_lease_of_others_waits_no_longer_once_th
     rounds = make_rounds(tmp_path)
     desk = AgentDesk(rounds.buffer, TrayTable(1 << 20), rounds)
     desk.note_lease(1, b"the one before")
-    for peer, request in ((HOLDER, 1), (STRANGER, 2)):
-        desk.hold_phase(peer, PhaseRequest(token=token(2), round=0, request=request))
+    for peer in (HOLDER, STRANGER, HOLDER):  # everybody counts his own requests, and this one comes again
+        desk.hold_phase(peer, PhaseRequest(token=token(2), round=0, request=1))
+    assert len(desk.phases) == 2
     assert [held.peer for held in desk.note_lease(2, HOLDER)] == [STRANGER]
     assert [held.peer for held in desk.phases] == [HOLDER]
 
