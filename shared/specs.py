@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -57,7 +57,7 @@ class Column(BaseModel):
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")
     dtype: DType
-    shape: tuple[int, ...] = Field(default=(), max_length=6)
+    shape: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), max_length=6)
     per: Per = "step"
 
     @property
@@ -95,8 +95,8 @@ class Continuous(BaseModel):
 
     kind: Literal["continuous"] = "continuous"
     size: int = Field(ge=1, le=4096)
-    low: float = -1.0
-    high: float = 1.0
+    low: float = Field(default=-1.0, allow_inf_nan=False)
+    high: float = Field(default=1.0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _low_below_high(self) -> Continuous:

@@ -14,6 +14,7 @@ from shared.links.requests import RequestSender
 from shared.messages import PermitRequest, PermitReturn, Token
 
 SLICE_S = 0.25
+REFUSED_PAUSE_S = 0.2  # at once would be refused at once again
 
 
 class Permit:
@@ -22,13 +23,14 @@ class Permit:
     def __init__(self, params: RequestSender, token: Token, *, limited: bool) -> None:
         self._params, self._token, self._limited = params, token, limited
         self._asking = False
+        self._refused_at = -1e9
         self._since: float | None = None  # when it was given to us
 
     def obtain(self) -> bool:
         """Whether training may go on; asks if it may not."""
         if not self._limited or self._since is not None:
             return True
-        if not self._asking:
+        if not self._asking and time.monotonic() - self._refused_at > REFUSED_PAUSE_S:
             self._asking = True
             self._params.ask(
                 PermitRequest(token=self._token), on_reply=self._on_permit, on_failure=self._on_no_permit
@@ -49,6 +51,6 @@ class Permit:
         self._asking, self._since = False, time.monotonic()
 
     def _on_no_permit(self, error: RookeryError) -> None:
-        self._asking = False
+        self._asking, self._refused_at = False, time.monotonic()
         if isinstance(error, StaleToken):
             raise error

@@ -6,6 +6,7 @@ published. Nothing is drawn ahead of it. Owns two counters and what is asked of 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from shared.codec import Received
@@ -17,6 +18,7 @@ from shared.messages import PhaseGrant, PhaseRequest, Token, expect
 log = get_logger()
 
 PHASE_TIMEOUT_S = 30.0  # a round may take long to be played; asking again costs nothing
+REFUSED_PAUSE_S = 0.2  # at once would be refused at once again
 
 
 def lost_its_place(error: RookeryError) -> bool:
@@ -33,6 +35,7 @@ class LearnerRounds:
         self.trained = 0  # draws
         self.due_draws = 0
         self._asking = self._granted = False
+        self._refused_at = -1e9
 
     def resume(self, number: int, trained: int) -> None:
         """Goes on between two phases."""
@@ -45,7 +48,7 @@ class LearnerRounds:
 
     def ask(self) -> None:
         """Asks for the phase that comes, once."""
-        if self._asking or self._granted:
+        if self._asking or self._granted or time.monotonic() - self._refused_at < REFUSED_PAUSE_S:
             return
         self._asking = True
         self._replay.ask(
@@ -62,7 +65,7 @@ class LearnerRounds:
         self._end_if_trained()
 
     def _on_no_grant(self, error: RookeryError) -> None:
-        self._asking = False
+        self._asking, self._refused_at = False, time.monotonic()
         if isinstance(error, StaleToken) or lost_its_place(error):
             raise error
         log.info("waiting", waiting_for=f"round {self.number} to be stored", reason=str(error))

@@ -297,6 +297,7 @@ class ParamServer:
         return True
 
     def on_lease_request(self, message: LeaseRequest, incoming: Incoming) -> None:
+        incoming.check_sender(message.incarnation)
         if not self._answer_lease_request(message, incoming):
             self._hold(message, incoming)
 
@@ -313,9 +314,10 @@ class ParamServer:
                 return False
             log.info("lease granted", agent=token.agent, number=token.number, instance=message.instance)
             grant = LeaseGrant(request=message.request, token=token, lease_s=lease_s)
+        self.announce()  # first: replay serves the lease from the notice on
         if not self.requests.reply(incoming.peer, grant):  # it died while it waited: the next may have it
             self.leases.release(message.instance, message.incarnation)
-        self.announce()
+            self.announce()
         return True
 
     def on_held_request(self, message: RoundRequest | PermitRequest, incoming: Incoming) -> None:
@@ -404,6 +406,7 @@ class ParamServer:
     # --- heartbeats and leases --------------------------------------------------------------------------
 
     def on_heartbeat(self, message: Heartbeat, incoming: Incoming) -> None:
+        incoming.check_sender(message.incarnation)  # else a stranger could count an actor's epochs
         now = time.monotonic()
         self.roster.note(message, incoming.peer, now)
         held = True

@@ -18,7 +18,7 @@ from services.replay.opening import tolerance_samples
 from services.replay.rounds import RoundBuffer
 from shared.codec import Received
 from shared.config import Config
-from shared.errors import BadMessage, NoTray
+from shared.errors import BadMessage, NoTray, Refused, StaleToken
 from shared.layout import Array, Block, Packed
 from shared.links.trays import TrayTable
 from shared.messages import (
@@ -33,6 +33,7 @@ from shared.messages import (
 
 REMEMBERED_DRAWS = 256
 HOLD_SHARE = 0.9  # of its deadline a request is held
+MOST_UNPROVEN = 64  # requests that wait for the notice of their lease
 
 _NO_ROWS: dict[str, Array] = {
     "index": np.empty(0, np.int64),
@@ -43,7 +44,7 @@ _NO_ROWS: dict[str, Array] = {
 DrawKey = tuple[bytes, int, int]  # a learner, its token's number and a draw: one batch, however often asked
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class HeldSample:
     """A sample request that waits for its turn."""
 
@@ -53,13 +54,16 @@ class HeldSample:
     key: DrawKey
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class HeldPhase:
     """A learner that waits for a round to be stored."""
 
     peer: bytes
     message: PhaseRequest
     until: float
+
+
+Held = HeldSample | HeldPhase
 
 
 @dataclass(slots=True)
@@ -93,42 +97,67 @@ class AgentDesk:
         of it, and waits for that."""
         return token.number <= self.granted
 
-    def note_lease(self, number: int, holder: bytes) -> list[HeldSample | HeldPhase]:
-        """This is the newest lease; whoever claimed it and does not hold it waits no longer."""
+    @property
+    def waiting(self) -> list[Held]:
+        """All requests that are held."""
+        return [*self.held.values(), *self.phases]
+
+    @property
+    def unproven(self) -> int:
+        """How many wait for the notice of their lease."""
+        return sum(not self.proven(held.message.token) for held in self.waiting)
+
+    def note_lease(self, number: int, holder: bytes) -> list[tuple[Held, Refused]]:
+        """This is the newest lease (of nobody, if it was given back). Whoever claims it and does not hold it,
+        and whoever holds an older one, waits no longer."""
         self.granted = number
         self.buffer.note_token(number)
-        samples = [held for held in self.held.values() if _claims(held, number) and held.peer != holder]
-        phases = [held for held in self.phases if _claims(held, number) and held.peer != holder]
-        self._forget(samples, phases)
-        return [*samples, *phases]
+        refused: list[tuple[Held, Refused]] = []
+        for held in self.waiting:
+            claimed = held.message.token.number
+            try:
+                self.buffer.check_token(claimed)
+            except StaleToken as error:
+                refused.append((held, error))
+            else:
+                if claimed == number and holder and held.peer != holder:
+                    refused.append((held, not_the_holder(self.buffer.agent)))
+        self._forget([held for held, _error in refused])
+        return refused
 
     def hold_sample(self, peer: bytes, received: Received, message: SampleRequest) -> None:
         """A request for a batch waits from now on; the priorities that ride on it are taken at once."""
         key = peer, message.token.number, message.draw
         if key in self.held:
             return  # the learner repeats itself
+        self._check_room(message.token)
         if received.arrays and key not in self.served:
-            update = update_in(received, welcome=self.rounds is None and self.proven(message.token))
-            self.buffer.update_priorities(*update)
+            self.buffer.update_priorities(*update_in(received, welcome=self.rounds is None))
         self.held[key] = HeldSample(peer, message, time.monotonic() + HOLD_SHARE * message.deadline_s, key)
 
     def hold_phase(self, peer: bytes, message: PhaseRequest) -> None:
         """A learner waits from now on for a round to be stored; a repeated request waits once."""
         before = peer, message.request
         self.phases = [held for held in self.phases if (held.peer, held.message.request) != before]
+        self._check_room(message.token)
         self.phases.append(HeldPhase(peer, message, time.monotonic() + HOLD_SHARE * message.deadline_s))
 
-    def take_overdue(self, now: float) -> tuple[list[HeldSample], list[HeldPhase]]:
-        """Those whose deadline has passed; they wait no longer."""
-        samples = [held for held in self.held.values() if held.until <= now]
-        phases = [held for held in self.phases if held.until <= now]
-        self._forget(samples, phases)
-        return samples, phases
+    def _check_room(self, token: Token) -> None:
+        """Numbers that nobody has confirmed may be anybody's: only so many of them wait."""
+        if not self.proven(token) and self.unproven >= MOST_UNPROVEN:
+            raise never_granted(token)
 
-    def _forget(self, samples: list[HeldSample], phases: list[HeldPhase]) -> None:
-        for sample in samples:
-            del self.held[sample.key]
-        self.phases = [held for held in self.phases if held not in phases]
+    def take_overdue(self, now: float) -> list[Held]:
+        """Those whose deadline has passed; they wait no longer."""
+        overdue = [held for held in self.waiting if held.until <= now]
+        self._forget(overdue)
+        return overdue
+
+    def _forget(self, leaving: list[Held]) -> None:
+        if not leaving:
+            return
+        self.held = {key: held for key, held in self.held.items() if held not in leaving}
+        self.phases = [held for held in self.phases if held not in leaving]
 
     def reason(self, batch_size: int = 1) -> str:
         """Who waits for what, in words; empty when nobody has to wait."""
@@ -203,7 +232,8 @@ class AgentDesk:
 
     def note_blocked(self, now: float) -> None:
         """Keeps the moment since which somebody waits."""
-        blocked = "inserts" if self.withheld else "samples" if self.held else ""
+        waits = any(self.proven(held.message.token) for held in self.held.values())
+        blocked = "inserts" if self.withheld else "samples" if waits else ""
         if blocked != self.blocked:
             self.blocked, self.blocked_since = blocked, now
 
@@ -238,8 +268,14 @@ class AgentDesk:
         return figures
 
 
-def _claims(held: HeldSample | HeldPhase, number: int) -> bool:
-    return held.message.token.number == number
+def never_granted(token: Token) -> Refused:
+    """For whoever comes under a number that cannot be true, or not yet."""
+    return Refused("unknown_token", f"token {token.number} of {token.agent!r} was never granted")
+
+
+def not_the_holder(agent: str) -> Refused:
+    """For whoever comes under somebody else's lease."""
+    return Refused("wrong_agent", f"the lease of {agent!r} is held by another learner than you")
 
 
 def update_in(received: Received, welcome: bool = True) -> list[Array]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from services.replay import snapshot_files
 from services.replay.acknowledgements import Acknowledgements
 from services.replay.buffer import AgentBuffer
-from services.replay.desk import AgentDesk, HeldSample
+from services.replay.desk import AgentDesk, HeldPhase, HeldSample, never_granted, not_the_holder
 from services.replay.known_run import read_known_run, write_known_run
 from services.replay.limiter import check_limiter_values
 from services.replay.opening import in_rounds, open_buffer
@@ -79,6 +79,7 @@ class ReplayService(Service):
         self.syncer = ThreadPoolExecutor(1, "sync")
         self.syncing: Future[None] | None = None
         self._rates = (time.monotonic(), 0, 0)
+        self._ticked = False  # since `work`: what cannot be served then is looked at for its deadline
 
     # --- start ------------------------------------------------------------------------------------------
 
@@ -103,6 +104,8 @@ class ReplayService(Service):
                 self.desks[agent] = self._open_desk(agent, spec)
         buffers = {agent: desk.buffer for agent, desk in self.desks.items()}
         self.snapshots = SnapshotDesk(self.directory, self.number, buffers, self.loop.wake)
+        if self.leases is not None:  # a notice that came before there were desks
+            self._note_leases(self.leases)
         self._open_links()
         self.loop.every(TICK_S, self.tick)
         self._syncs = self.loop.every(self.config.replay.sync_s, self._sync)
@@ -158,6 +161,11 @@ class ReplayService(Service):
                 self._advance_rounds(agent, desk, desk.rounds)
             if desk.held:
                 more |= self._serve(agent, desk)
+        if self._ticked:
+            self._ticked = False
+            # Who would be overdue at the next tick is told now: late answers help nobody.
+            for desk in self.desks.values():
+                self._refuse_overdue(desk, time.monotonic() + TICK_S)
         pressed, self.segments.pressed = self.segments.pressed, False
         more |= self.acknowledgements.advance(pressed)
         return self.snapshots.advance() or more
@@ -169,25 +177,25 @@ class ReplayService(Service):
     def tick(self) -> None:
         """What depends on time: deadlines of held requests, learners that fell silent."""
         now = time.monotonic()
-        due = now + TICK_S  # who would be overdue at the next tick is told now: late answers help nobody
         for agent, desk in self.desks.items():
-            self._refuse_overdue(desk, due)
             if desk.withheld and not self._holds_back(agent, desk, now):
                 self.acknowledgements.release(agent)
             desk.note_blocked(now)
         self.acknowledgements.forget_gaps(now)
-        self.snapshots.expire_orders(due)
+        self.snapshots.expire_orders(now + TICK_S)
+        self._ticked = True
 
     def _refuse_overdue(self, desk: AgentDesk, now: float) -> None:
         """Answers whose deadline has passed with what they waited for."""
-        samples, phases = desk.take_overdue(now)
-        for sample in samples:
-            reason = desk.reason(sample.message.batch_size) or f"the run is {self.state}"
-            error = Refused("deadline", f"no batch in time: {reason}")
-            self.requests.refuse(sample.peer, sample.message, error)
-        for phase in phases:
-            error = Refused("deadline", f"round {phase.message.round} is not stored: {desk.reason()}")
-            self.requests.refuse(phase.peer, phase.message, error)
+        for held in desk.take_overdue(now):
+            if not desk.proven(held.message.token):
+                reason = f"token {held.message.token.number} was not granted to anybody"
+            elif isinstance(held, HeldPhase):
+                reason = f"round {held.message.round} is not stored: {desk.reason()}"
+            else:
+                why = desk.reason(held.message.batch_size) or f"the run is {self.state}"
+                reason = f"no batch in time: {why}"
+            self.requests.refuse(held.peer, held.message, Refused("deadline", reason))
 
     # --- segments ---------------------------------------------------------------------------------------
 
@@ -220,8 +228,7 @@ class ReplayService(Service):
         return now - desk.learner_heard < self.config.param_server.lease_s
 
     def on_stream_report(self, message: StreamReport, incoming: Incoming) -> None:
-        if incoming.peer != message.incarnation.encode():
-            raise Refused("wrong_stream", "an actor reports of its own streams alone")
+        incoming.check_sender(message.incarnation)
         for agent in message.produced_steps:
             self._kept(agent)  # all or nothing
         now = time.monotonic()
@@ -258,7 +265,8 @@ class ReplayService(Service):
     # --- batches ----------------------------------------------------------------------------------------
 
     def on_sample_request(self, message: SampleRequest, incoming: Incoming) -> None:
-        desk = self._desk_of(message.token, incoming.peer, may_wait=True)
+        # Priorities are of batches that were drawn, so their token must be known by now.
+        desk = self._desk_of(message.token, incoming.peer, may_wait=not incoming.received.arrays)
         desk.hold_sample(incoming.peer, incoming.received, message)
 
     def _serve(self, agent: str, desk: AgentDesk) -> bool:
@@ -295,11 +303,11 @@ class ReplayService(Service):
         if desk.proven(token):
             lease = self.leases.learners.get(token.agent) if self.leases else None
             if lease is not None and token.number == lease.number and peer != lease.incarnation.encode():
-                raise _not_the_holder(token.agent)
+                raise not_the_holder(token.agent)
             desk.buffer.check_token(token.number)
             desk.hear_learner()
         elif not may_wait or token.number > desk.granted + GRANTS_AHEAD:
-            raise Refused("unknown_token", f"token {token.number} of {token.agent!r} was never granted")
+            raise never_granted(token)
         return desk
 
     def _kept(self, agent: str) -> AgentDesk:
@@ -313,6 +321,9 @@ class ReplayService(Service):
         if notice.state == "draining" and (self.leases is None or self.leases.state != "draining"):
             self._sync()  # while the others wind down: at the end little is left to write
         self.leases = notice
+        self._note_leases(notice)
+
+    def _note_leases(self, notice: RunNotice) -> None:
         now = time.monotonic()
         for agent, desk in self.desks.items():
             if not self._learner_lives(agent, desk, now):
@@ -320,8 +331,8 @@ class ReplayService(Service):
                 desk.trays.clear()
             lease = notice.learners.get(agent)
             number, holder = (lease.number, lease.incarnation) if lease is not None else (0, "")
-            for held in desk.note_lease(number, holder.encode()):
-                self.requests.refuse(held.peer, held.message, _not_the_holder(agent))
+            for held, error in desk.note_lease(number, holder.encode()):
+                self.requests.refuse(held.peer, held.message, error)
 
     # --- figures ----------------------------------------------------------------------------------------
 
@@ -411,7 +422,3 @@ class ReplayService(Service):
         super().close()
         if self.lock is not None:
             os.close(self.lock)
-
-
-def _not_the_holder(agent: str) -> Refused:
-    return Refused("wrong_agent", f"the lease of {agent!r} is held by another learner than you")

@@ -197,6 +197,11 @@ class Incoming(NamedTuple):
     def message(self) -> Message:
         return self.received.message
 
+    def check_sender(self, incarnation: str) -> None:
+        """Refuses what is said in the name of another process: a service's identity is its incarnation."""
+        if self.peer != incarnation.encode():
+            raise Refused("wrong_sender", "a service speaks for itself alone")
+
 
 OnIncoming = Callable[[Any, Incoming], None]
 

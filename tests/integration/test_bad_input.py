@@ -18,10 +18,14 @@ from shared.codec import encode, segment_checksum
 from shared.errors import Refused
 from shared.layout import pack
 from shared.messages import (
+    EpochSummary,
+    Heartbeat,
     Hello,
+    LeaseRequest,
     ReplayStatsRequest,
     RunStatus,
     Segment,
+    ServiceStatus,
     SpecRequest,
     StatusRequest,
     StreamReport,
@@ -168,8 +172,12 @@ def test_services_fed_with_garbage_count_it_and_go_on(make_run: MakeRun) -> None
         wait_for(lambda: witness.params()["bad_handshakes"] == strangers, "so does the parameter server")
 
         forged = StreamReport(incarnation="0" * 32, produced_steps={"agent_0": 1_000}, final=True)
-        with pytest.raises(Refused, match="its own streams alone"):
+        with pytest.raises(Refused, match="speaks for itself alone"):
             peer.ask(forged, replay.requests)
+        actor = next(service for service in before.services if service.service == "actor")
+        for claimed in in_the_name_of(actor):
+            with pytest.raises(Refused, match="speaks for itself alone"):
+                peer.ask(claimed, params)
 
         assert_oversize_ends_connection(zmq.PUSH, replay.segments, witness.replay)
         assert_oversize_ends_connection(zmq.DEALER, replay.requests, witness.replay)
@@ -185,6 +193,16 @@ def test_services_fed_with_garbage_count_it_and_go_on(make_run: MakeRun) -> None
     assert ledger.produced == ledger.stored
     run.end_by_hand(services)
     assert_journal_equals_ring(run)
+
+
+def in_the_name_of(actor: ServiceStatus) -> tuple[Heartbeat, LeaseRequest]:
+    """A heartbeat that would take this actor's place in the count of epochs, and a request for its lease."""
+    counted = EpochSummary(number=2**40, epochs=1, env_steps=1, agent_steps=1, return_sums={"agent_0": 0.0})
+    who = {"instance": actor.instance, "incarnation": actor.incarnation}
+    return (
+        Heartbeat(service="actor", **who, pid=1, host="here", up_s=1.0, index=0, epochs=counted),
+        LeaseRequest(role="actor", **who),
+    )
 
 
 def assert_oversize_ends_connection(kind: int, endpoint: str, counters: Callable[[], Counter[str]]) -> None:

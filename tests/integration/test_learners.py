@@ -11,7 +11,7 @@ from local_run import LEASE_S, PATIENCE_S, LocalRun, Peer
 from waiting import wait_for
 
 from rookery.run_directory import RunDirectory
-from shared.errors import Refused, StaleToken
+from shared.errors import Refused, RookeryError, StaleToken
 from shared.messages import (
     CheckpointChunk,
     LeaseRequest,
@@ -122,6 +122,9 @@ def test_requests_with_an_old_or_foreign_token_are_refused(make_run: MakeRun) ->
         assert refusal(neighbour, replay, sample(forged)) == "unknown_token"
         the_next = Token(agent="agent_0", number=3)  # may be granted any moment: waits, and is not believed
         assert refusal(neighbour, replay, sample(the_next)) == "deadline"
+        with pytest.raises(Refused, match="was never granted"):  # priorities of batches that nobody drew
+            neighbour.ask(sample(the_next), replay, priorities())
+        assert refused_of_many(neighbour, replay, the_next) == 16
         assert refusal(second, replay, sample(new)) == "deadline"  # the real one waits for steps, as before
         for request, arrays in writes(new):
             with pytest.raises(Refused, match="another learner"):
@@ -176,6 +179,17 @@ def lease(peer: Peer, params: str, instance: str, agent: str) -> Token:
 
 def sample(token: Token) -> SampleRequest:
     return SampleRequest(token=token, draw=0, batch_size=4, beta=0.5)
+
+
+def refused_of_many(peer: Peer, replay: str, token: Token) -> int:
+    """Of 80 requests with a number that nobody was granted, how many replay refuses at once."""
+    refused: list[RookeryError] = []
+    link = peer.link(replay)
+    for draw in range(80):
+        request = sample(token).model_copy(update={"draw": draw})
+        link.ask(request, on_reply=pytest.fail, on_failure=refused.append, timeout_s=6.0)
+    peer.loop.turn_until(lambda: len(refused) >= 80, 2.0)
+    return len(refused)
 
 
 def refusal(peer: Peer, replay: str, request: SampleRequest) -> str:

@@ -1,4 +1,4 @@
-"""A link without sockets: it keeps what is asked and answers when the test says so."""
+"""Fakes: a link that keeps what is asked and answers when the test says so, and a clock like that."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from typing import Any
 from shared.codec import Received
 from shared.errors import RookeryError
 from shared.messages import Message, Reply, Request
+
+
+class Clock:
+    """Time that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 class FakeLink:

@@ -1,24 +1,14 @@
 """The permit to train: asked for once, held for a slice of time, given back."""
 
 import pytest
-from fake_link import FakeLink
+from fake_link import Clock, FakeLink
 
 from services.learner import permit as permit_module
-from services.learner.permit import SLICE_S, Permit
+from services.learner.permit import REFUSED_PAUSE_S, SLICE_S, Permit
 from shared.errors import PeerSilent, Refused, RookeryError, StaleToken
 from shared.messages import Done, PermitRequest, PermitReturn, Token
 
 TOKEN = Token(agent="agent_0", number=3)
-
-
-class Clock:
-    """Time that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -84,11 +74,14 @@ def test_permit_that_is_not_held_is_not_given_back(permit: Permit, link: FakeLin
 
 @pytest.mark.parametrize("error", [PeerSilent("nobody"), Refused("not_yet", "others train")])
 def test_permit_refused_for_now_is_asked_for_again(
-    permit: Permit, link: FakeLink, error: RookeryError
+    permit: Permit, link: FakeLink, clock: Clock, error: RookeryError
 ) -> None:
-    """The parameter server may be gone for a while, or others take long."""
+    """The parameter server may be gone for a while, or others take long; it is asked now and then."""
     permit.obtain()
     link.fail(error)
+    assert not permit.obtain()
+    assert len(link.asked) == 1
+    clock.now += REFUSED_PAUSE_S + 0.01
     assert not permit.obtain()
     assert len(link.asked) == 2
 

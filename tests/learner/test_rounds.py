@@ -1,9 +1,10 @@
 """A learner's place in the schedule: phases begin when replay says so and end with a publish."""
 
 import pytest
-from fake_link import FakeLink
+from fake_link import Clock, FakeLink
 
-from services.learner.rounds import LearnerRounds
+from services.learner import rounds as rounds_module
+from services.learner.rounds import REFUSED_PAUSE_S, LearnerRounds
 from shared.errors import PeerSilent, Refused, RookeryError, StaleToken
 from shared.messages import Done, PhaseGrant, PhaseRequest, Token
 
@@ -31,7 +32,14 @@ def publish() -> Published:
 
 
 @pytest.fixture
-def rounds(link: FakeLink, publish: Published) -> LearnerRounds:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(rounds_module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def rounds(link: FakeLink, publish: Published, clock: Clock) -> LearnerRounds:
     return LearnerRounds(link, TOKEN, publish)  # type: ignore[arg-type]
 
 
@@ -94,11 +102,14 @@ def test_resumed_rounds_go_on_between_two_phases(
 
 @pytest.mark.parametrize("error", [PeerSilent("nobody"), Refused("deadline", "not stored")])
 def test_phase_that_is_not_granted_yet_is_asked_for_again(
-    rounds: LearnerRounds, link: FakeLink, error: RookeryError
+    rounds: LearnerRounds, link: FakeLink, clock: Clock, error: RookeryError
 ) -> None:
-    """A round may take longer to play than any deadline."""
+    """A round may take longer to play than any deadline; but not as fast as messages travel."""
     rounds.ask()
     link.fail(error)
+    rounds.ask()
+    assert len(link.asked) == 1
+    clock.now += REFUSED_PAUSE_S + 0.01
     rounds.ask()
     assert len(link.asked) == 2
 

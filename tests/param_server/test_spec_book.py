@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pydantic
 import pytest
 
 from services.param_server.spec_book import SpecBook
@@ -27,6 +28,20 @@ def test_registration_identical_is_accepted_without_a_change(tmp_path: Path) -> 
     """Every actor registers; only the first one's counts."""
     SpecBook(tmp_path / "specs.json").register({"a": spec(), "b": spec(5)})
     assert not SpecBook(tmp_path / "specs.json").register({"b": spec(5), "a": spec()})
+
+
+@pytest.mark.parametrize(
+    ("continuous", "shape"),
+    [("-Infinity", "4"), ("NaN", "4"), ("-1.0", "-9")],
+    ids=["a bound that is infinite", "a bound that is no number", "a negative side"],
+)
+def test_specs_that_could_not_be_read_again_are_no_specs(continuous: str, shape: str) -> None:
+    """JSON has no word for infinity: such a book would never open again."""
+    observation = f'{{"name": "observation", "dtype": "float32", "shape": [{shape}], "per": "observation"}}'
+    text = f'{{"observation": {observation}, "continuous": {{"size": 1, "low": {continuous}}}}}'
+    with pytest.raises(pydantic.ValidationError):
+        AgentSpec.model_validate_json(text)
+    assert AgentSpec.model_validate_json(text.replace(continuous, "-2.0").replace("-9", "4"))
 
 
 @pytest.mark.parametrize(
