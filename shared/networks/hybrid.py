@@ -6,7 +6,6 @@ is given. So the critic's input and the continuous loss have the same size whate
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Literal
@@ -39,8 +38,6 @@ class HybridNetwork(PolicyNetwork):
         if config.noisy:
             raise ValueError("network.noisy: a hybrid network has no noisy layers; set it to false")
         self.low, self.high = spec.continuous.low, spec.continuous.high
-        if not (math.isfinite(self.low) and math.isfinite(self.high)):
-            raise ValueError(f"a continuous action in [{self.low}, {self.high}]: it needs finite bounds")
         actions = 1 if spec.discrete is None else spec.discrete.n
         self.dueling = config.dueling and actions > 1
         self.improves = continuous == "improve"

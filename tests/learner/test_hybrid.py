@@ -280,14 +280,9 @@ def test_control_that_is_not_finite_changes_nothing_and_is_counted(continuous: s
             "needs a continuous action",
         ),
         (SPEC, {"network": {"noisy": True}}, r"network\.noisy"),
-        (
-            AgentSpec(observation=vector_observation(2), continuous=Continuous(size=1, high=math.inf)),
-            {},
-            "finite bounds",
-        ),
         (SPEC, {"algorithm": "dqn"}, "take hybrid"),
     ],
-    ids=["discrete", "noisy", "unbounded", "dqn"],
+    ids=["discrete", "noisy", "dqn"],
 )
 def test_agent_that_the_algorithm_cannot_serve_is_refused_in_words(
     spec: AgentSpec, changes: dict[str, Any], reason: str
